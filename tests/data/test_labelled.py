@@ -6,7 +6,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 
-from diff_transformer.data.tasks.labelled import SETS, load_labelled
+from diff_transformer.data.tasks.labelled import SETS, load_labelled, read_csv
 from diff_transformer.data.tasks.trec import COARSE, FINE
 from diff_transformer.data.tasks.types import Labelled, LabelledSet, hold_out
 
@@ -65,6 +65,15 @@ def test_csv_with_quoted_line_breaks(tmp_path):
     assert data.train[0] == Labelled('My card, which "never" came', "card arrival")
     assert data.test == (Labelled("Where is it?", "card arrival"),)
     assert (data.text_name, data.label_name) == ("Query", "Intent")
+
+
+def test_csv_with_the_line_ends_of_old_macs_and_what_is_none(tmp_path):
+    path = tmp_path / "mac.csv"
+    path.write_bytes(b"text,label\rwhere is it,place\rhow old are you,age\rwhere am I,place\rhow old is it,age\r")
+    assert {one.label for one in read_csv(path)} == {"place", "age"}
+    path.write_text("text,label\n" + "a" * 200_000 + ",b\n")
+    with pytest.raises(ValueError, match=r"mac.csv cannot be read as CSV \(field larger than"):
+        read_csv(path)
 
 
 def test_labels_that_would_read_the_same_are_refused(tmp_path):

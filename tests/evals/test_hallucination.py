@@ -15,7 +15,7 @@ from diff_transformer.data.tasks.python_tasks import documented, documented_in, 
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, summarise, trimmed
-from diff_transformer.evals.judges import ContainmentJudge, Judgement
+from diff_transformer.evals.judges import NO, ContainmentJudge, Judgement
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
@@ -203,6 +203,26 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):
     assert not [prompt for prompt in writer.prompts if "Question" in prompt]
 
 
+def test_an_interrupted_run_that_goes_on_with_another_judge_asks_it_about_everything(tmp_path):
+    class Broken(ContainmentJudge):
+        def __call__(self, item, output):
+            if item.id == "q13":
+                raise KeyboardInterrupt
+            return super().__call__(item, output)
+
+    class Never(ContainmentJudge):
+        name = "never"
+
+        def __call__(self, item, output):
+            return Judgement(NO, "never")
+
+    journal = tmp_path / "journal.jsonl"
+    with pytest.raises(KeyboardInterrupt):
+        evaluate_hallucination(Writer(copies), SETS, Broken(), samples=Samples(journal))
+    result = evaluate_hallucination(Writer(copies), SETS, Never(), samples=Samples(journal, resume=True))
+    assert {row["verdict"] for row in result.rows} == {NO}
+
+
 def test_limit_takes_the_first_of_each_set():
     result = evaluate_hallucination(Writer(copies), SETS, ContainmentJudge(), samples=Samples(limit=2))
     assert [row["set"] for row in result.rows] == ["towers", "towers", "ferries", "ferries"]
@@ -292,6 +312,8 @@ def test_questions_in_their_published_formats(tmp_path):
     assert only(packed).document == text
     simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
     assert simple == GroundedItem("question", "D", "Q?", ("a", "b"), id="0")
+    nothing = {"context": "D", "question": "Q?", "answers": {"text": [], "answer_start": []}}  # SQuAD 2.0
+    assert only(write(tmp_path / "squad.jsonl", nothing)).references == ("unanswerable",)
     bench = write(
         tmp_path / "bench.jsonl",
         {"input": "Q?", "context": "D", "answers": ["a"], "dataset": "qasper"},

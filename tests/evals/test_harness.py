@@ -338,6 +338,13 @@ def write_tasks(folder):
     (folder / "notes.md").write_text("not a task")
 
 
+def test_two_files_of_one_part_are_refused(tmp_path):
+    write_tasks(tmp_path)
+    (tmp_path / "Mini-Test.json").write_text("[]")
+    with pytest.raises(ValueError, match=r"Mini-Test.json and Mini-Test.jsonl are the same part of one task"):
+        load_multiple_choice(str(tmp_path))
+
+
 def test_local_files_in_every_format(tmp_path):
     write_tasks(tmp_path)
     tasks = load_multiple_choice(str(tmp_path))

@@ -307,6 +307,9 @@ def test_a_reply_is_paid_for_once(server, tmp_path):
     again.reply("a", attempt=1)
     client_of(server, cache=cache, options={"temperature": 1}).reply("a")
     assert len(server.requests) == 4
+    elsewhere = ChatClient(Endpoint(f"{server.url}/", "judge-1", SECRET), cache=cache, timeout=5.0)
+    elsewhere.reply("a")  # of a model of the same name at another address
+    assert len(server.requests) == 5
 
 
 def test_a_cache_cut_off_in_a_line_loses_that_line_alone(server, tmp_path):
@@ -439,7 +442,15 @@ def test_the_environment_names_the_endpoint(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "url", ["file:///etc/passwd", "example.org/v1", "ftp://example.org", "", "https://me:pw@example.org"]
+    "url",
+    [
+        "file:///etc/passwd",
+        "example.org/v1",
+        "ftp://example.org",
+        "",
+        "https://me:pw@example.org",
+        "http://localhost:PORT",
+    ],
 )
 def test_addresses_that_are_none(url):
     with pytest.raises(ValueError, match="DIFF_TRANSFORMER_JUDGE_URL"):

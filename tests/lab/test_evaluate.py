@@ -14,10 +14,11 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.durable import DiskError
+from diff_transformer.evals import long_nll
 from diff_transformer.evals.types import Result
 from diff_transformer.lab import evaluate
 from diff_transformer.lab.evaluate import Plan, check_models, experiment, names_of, run_eval, settings_of
-from diff_transformer.lab.suite import run_suite
+from diff_transformer.lab.suite import labels_of, run_suite
 
 
 @pytest.mark.parametrize("name", ["ablation", "scaling"])
@@ -148,6 +149,46 @@ def test_settings_are_the_only_place_of_defaults(name):
             for argument, default in given:
                 if argument.arg in named and default is not None:
                     assert ast.unparse(default) == f"Settings.{argument.arg}"
+
+
+def test_every_model_has_a_name_of_its_own():
+    assert labels_of(["runs/a/model", "runs/b"]) == ["a", "b"]
+    assert labels_of(["x/old", "y/old"]) == ["x_old", "y_old"]
+    assert labels_of(["old/model", "../old/model"]) == ["old_model-1", "old_model-2"]
+    with pytest.raises(ValueError, match="--model a is given twice"):
+        labels_of(["a", "b", "a"])
+
+
+def test_an_interrupted_run_goes_on_with_settings_that_change_nothing(tmp_path, monkeypatch):
+    (tmp_path / "books").mkdir()
+    for name in "ab":
+        (tmp_path / "books" / f"{name}.txt").write_text("a text of some length\n" * 9)
+    settings = {"corpus": str(tmp_path / "books"), "split": "all", "length": 32}
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "r.json"
+    losses, calls = long_nll.position_losses, []
+
+    def interrupted(*given, **options):
+        calls.append(options["chunk"])
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return losses(*given, **options)
+
+    monkeypatch.setattr(long_nll, "position_losses", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_eval("long_nll", model, settings, out)
+    with pytest.raises(ValueError, match="length: 32 against 16"):
+        run_eval("long_nll", model, {**settings, "length": 16}, out, resume=True)
+    run_eval("long_nll", model, {**settings, "chunk": 8}, out, resume=True)
+    assert calls == [calls[0], calls[0], 8]
+
+
+@pytest.mark.parametrize(
+    ("name", "setting", "message"),
+    [("quantization", {"samples": -3}, "samples is -3"), ("many_shot", {"shots": [1.5]}, r"shots is \[1.5\]; give")],
+)
+def test_numbers_out_of_range_are_refused(name, setting, message, tmp_path):
+    with pytest.raises(ValueError, match=message):
+        run_eval(name, save_tiny_model(tmp_path / "model"), setting, tmp_path / "r.json", quick=True)
 
 
 def test_a_script_names_the_model_and_the_settings(tmp_path):

@@ -11,7 +11,7 @@ cut at its end; the row says so, and the judge sees the same part as the model.
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from diff_transformer.checks import require_positive
@@ -29,7 +29,7 @@ from diff_transformer.evals.prompts import (
     worded,
 )
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import CHANGES_NOTHING, Samples
 from diff_transformer.evals.types import Result
 
 QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
@@ -55,22 +55,22 @@ class Settings:
     # by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY (extra "judge")
     judge: str = "containment"
     # Price of the endpoint per million tokens of prompts.
-    prompt_price: float = 0.0
+    prompt_price: float = field(default=0.0, metadata=CHANGES_NOTHING)
     # Price per million tokens of replies.
-    completion_price: float = 0.0
+    completion_price: float = field(default=0.0, metadata=CHANGES_NOTHING)
     # Most that may be spent, in the same currency. The endpoint is not asked if the estimate is higher, nor once this
     # much is spent.
-    max_cost: float | None = None
+    max_cost: float | None = field(default=None, metadata=CHANGES_NOTHING)
     # Ask the endpoint whatever the estimate.
-    confirm: bool = False
+    confirm: bool = field(default=False, metadata=CHANGES_NOTHING)
     # Rate limit of the endpoint; 0 for none.
-    requests_per_minute: float = 0.0
+    requests_per_minute: float = field(default=0.0, metadata=CHANGES_NOTHING)
     # Seconds to wait for one of its replies.
-    timeout: float = 60.0
+    timeout: float = field(default=60.0, metadata=CHANGES_NOTHING)
     # Fields of its requests, as JSON; by default {"temperature": 0, "max_tokens": 16}.
     judge_options: dict | None = None
     # File that keeps its replies; None for judge-replies.jsonl in the user's cache folder.
-    judge_cache: str | None = None
+    judge_cache: str | None = field(default=None, metadata=CHANGES_NOTHING)
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
     # Words of a question about a text, with {document} and {question}; empty for ours.
@@ -143,7 +143,7 @@ def evaluate_hallucination(
     for name, items in kept.items():
         written = samples.rows(f"{name}: writing", items, write, batch_size=getattr(lm, "batch_size", 8))
 
-        verdicts = samples.rows(f"{name}: judging", list(zip(items, written, strict=True)), decide)
+        verdicts = samples.rows(f"{name}: judging by {judge.name}", list(zip(items, written, strict=True)), decide)
         for item, output, verdict in zip(items, written, verdicts, strict=True):
             rows.append({"set": name, "id": item.id, "kind": item.kind, **output, **verdict})
     details = {"judge": judge.name, "length": limit, "summary_tokens": summary_tokens, "answer_tokens": answer_tokens}

@@ -43,7 +43,11 @@ class Endpoint:
     key: str = field(default="", repr=False)
 
     def __post_init__(self):
-        parts = urllib.parse.urlsplit(self.url)
+        try:
+            parts = urllib.parse.urlsplit(self.url)
+            parts.port  # noqa: B018  (raises for one that is none)
+        except ValueError as error:
+            raise ValueError(f"{URL} is not an address like https://HOST/v1 ({error})") from None
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ValueError(f"{URL} is not an address like https://HOST/v1")
         if parts.username or parts.password:
@@ -171,7 +175,8 @@ class ChatClient:
             JudgeError: if the endpoint refuses or does not recover within ``tries`` requests, or ``max_cost`` is spent.
         """
         body = {"model": self.endpoint.model, "messages": [{"role": "user", "content": prompt}], **self.options}
-        key = hashlib.sha256(json.dumps([body, attempt], sort_keys=True).encode()).hexdigest()
+        asked = [self.endpoint.url, body, attempt]
+        key = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()
         if key not in self.replies:
             if self.max_cost is not None and self.spent >= self.max_cost > 0:
                 raise JudgeError(

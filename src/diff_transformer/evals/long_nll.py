@@ -9,7 +9,7 @@ curve count, so that all points are of the same texts.
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -21,7 +21,7 @@ from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.evals.likelihood import CHUNK, position_losses
 from diff_transformer.evals.lm import CausalLM, max_positions, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import CHANGES_NOTHING, Samples
 from diff_transformer.evals.types import Result
 
 BINS_PER_DOUBLING = 4
@@ -41,7 +41,7 @@ class Settings:
     # Most books: the first that are long enough, in the corpus's order.
     samples: int = 50
     # Tokens per forward pass; changes memory and time, not the result.
-    chunk: int = CHUNK
+    chunk: int = field(default=CHUNK, metadata=CHANGES_NOTHING)
     # Allow more positions than the model was built for, to see how it extrapolates.
     allow_beyond: bool = False
 

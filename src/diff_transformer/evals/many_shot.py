@@ -55,10 +55,10 @@ class Settings:
     # The 50 classes of TREC instead of its 6.
     fine: bool = False
     # Numbers of examples to measure at.
-    shots: tuple = field(default=(), metadata={"example": [1, 10, 100]})
+    shots: tuple[int, ...] = field(default=(), metadata={"example": [1, 10, 100]})
     # Prompt lengths to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
     # example, and prompts of 256, 512, ... tokens up to what the model supports, at most 65,536.
-    lengths: tuple = field(default=(), metadata={"example": [4096]})
+    lengths: tuple[int, ...] = field(default=(), metadata={"example": [4096]})
     # Questions for each number of examples and each order.
     samples: int = 250
     # Random orders at each number of examples but the largest.

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.multiple_choice import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
@@ -72,6 +73,7 @@ QUICK = {"samples": 24, "rows": 8, "length": 128}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval quantization``."""
+    require_positive(samples=settings.samples)
     tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
     ids, part = None, "none"
     if settings.rows:

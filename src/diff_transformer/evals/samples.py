@@ -13,6 +13,8 @@ from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import append_lines, read_lines, require_writable, write_whole
 
 Item = TypeVar("Item")
+# Metadata of a field of ``Settings`` that no result depends on: an interrupted run may go on with another value.
+CHANGES_NOTHING = {"changes_nothing": True}
 
 
 class Samples:

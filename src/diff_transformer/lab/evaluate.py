@@ -160,9 +160,10 @@ def run_eval(
         settings = settings_of(name, dict(settings), quick=quick)
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
+    free = {one.name for one in fields(settings) if one.metadata.get("changes_nothing")}
     everything = {
         "eval": name, "model": None if lm is None else lm.name, **_weights(lm), "limit": limit,
-        **asdict(settings),
+        **{key: value for key, value in asdict(settings).items() if key not in free},
     }  # fmt: skip
     journal = out.with_name(out.name + ".samples.jsonl")
     samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)

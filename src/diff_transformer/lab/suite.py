@@ -76,9 +76,7 @@ def run_suite(
     check_models(plan)
     if len(plan.names) == 1:
         require_installed(plan.names[0])
-    labels = [label_of(model) for model in plan.models]
-    if len(set(labels)) < len(labels):
-        labels = [str(Path(model)).strip("./~").replace("/", "_") for model in plan.models]
+    labels = labels_of(plan.models)
     open_folder(out, plan, resume)
     models = list(zip(plan.models, labels, strict=True))
     if executor is None:
@@ -86,6 +84,22 @@ def run_suite(
     else:
         outcomes = run_models(plan, models, out, executor, bar)
     return outcomes + on_model(plan, None, None, out, resume=resume, bar=bar, executor=executor)
+
+
+def labels_of(models: Sequence[str]) -> list[str]:
+    """A name for each model, by which its results are called; all differ.
+
+    Raises:
+        ValueError: for a model that is given twice.
+    """
+    twice = [model for place, model in enumerate(models) if model in models[:place]]
+    if twice:
+        raise ValueError(f"--model {twice[0]} is given twice; give each model once")
+    for name in (label_of, lambda model: str(Path(model)).strip("./~").replace("/", "_")):
+        labels = [name(model) for model in models]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{label}-{number}" for number, label in enumerate(labels, 1)]
 
 
 def run_models(

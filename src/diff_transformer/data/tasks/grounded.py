@@ -158,7 +158,7 @@ def _joined(document: str) -> str:
 def _answers(row: dict) -> tuple[str, ...]:
     answers = row.get("answers", row.get("answer"))
     if isinstance(answers, dict):  # SQuAD: {"text": [...], "answer_start": [...]}
-        answers = answers["text"]
+        answers = answers["text"] or [UNANSWERABLE]  # SQuAD 2.0
     answers = [answers] if isinstance(answers, str) else answers
     if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise ValueError("it has no answers as text")

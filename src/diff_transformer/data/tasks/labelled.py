@@ -99,9 +99,13 @@ def read_csv(path: Path) -> list[Labelled]:
     """The rows of a CSV file whose header names a text and a label column; quoted fields may hold line breaks.
 
     Raises:
-        ValueError: if there are no such columns, naming the existing ones.
+        ValueError: if there are no such columns, naming the existing ones, or if the file is no CSV.
     """
-    return from_rows(list(csv.DictReader(io.StringIO(read_text(path)))), path)
+    try:
+        rows = list(csv.DictReader(io.StringIO(read_text(path), newline=None)))
+    except csv.Error as error:
+        raise ValueError(f"{path} cannot be read as CSV ({error})") from None
+    return from_rows(rows, path)
 
 
 def read_json_lines(path: Path) -> list[Labelled]:

@@ -48,7 +48,7 @@ def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoic
 
     Raises:
         FileNotFoundError: for a path that does not exist.
-        ValueError: for an unknown format, naming the known ones.
+        ValueError: for an unknown format, naming the known ones, or two files of one name.
     """
     if data == "python":
         return {"python_descriptions": _halved(descriptions(seed)), "python_names": _halved(names(seed))}
@@ -61,7 +61,10 @@ def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoic
     for file in sorted(path.iterdir()):
         if file.name.lower().endswith(SUFFIXES + TEXT_SUFFIXES):
             part = _PART.search(stem(file))
-            parts.setdefault(_PART.sub("", stem(file)), {})[part[1].lower() if part else ""] = file
+            task, of = parts.setdefault(_PART.sub("", stem(file)), {}), part[1].lower() if part else ""
+            if of in task:
+                raise ValueError(f"{task[of]} and {file.name} are the same part of one task; rename or remove one")
+            task[of] = file
     if not parts:
         raise ValueError(f"the folder {data} holds no file that is read; give {ACCEPTED}")
     return {name: _task(files) for name, files in parts.items()}
