@@ -26,6 +26,13 @@ def test_wide_vocabularies_get_wide_integers():
     assert tokens.tolist() == [258 + 65535, *b"b", 256]
 
 
+def test_ids_with_gaps_are_kept_whole():
+    words = Tokenizer(WordLevel({"a": 0, "b": 70_000, "<end>": 1}, unk_token="a"))
+    words.pre_tokenizer = Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>")
+    assert pack_documents([Document("d", "a b")], tokenizer).tolist() == [0, 70_000, 1]
+
+
 def test_rows_are_a_pure_function_of_seed_and_index():
     corpus = _corpus(seed=3)
     ids, labels = corpus.rows(5, 40)  # spans four epochs

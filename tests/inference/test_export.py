@@ -17,6 +17,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.inference.export import export
 from diff_transformer.inference.export.flatten import _relative, flatten
 from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.loading import read_model
 from diff_transformer.model.modeling import DiffTransformerForSequenceClassification
 from diff_transformer.model.presets import preset
 from diff_transformer.ops import diff_attention
@@ -153,6 +154,19 @@ def test_a_model_in_memory(tmp_path):
     assert ours == theirs
     with pytest.raises(ValueError, match=r"dtype='bfloat16' came with a model in memory; .* model\.to\(torch"):
         export(model, tmp_path / "again", dtype="bfloat16")
+
+
+def test_what_is_read_from_an_export_and_saved_again_needs_the_package_and_says_so(tmp_path):
+    export(DiffTransformerForCausalLM(preset("debug")), tmp_path / "out")
+    read_model(tmp_path / "out").save_pretrained(tmp_path / "again")
+    assert not json.loads((tmp_path / "again" / "config.json").read_text()).get("auto_map")
+    assert "The folder contains the model's code" not in (tmp_path / "again" / "README.md").read_text()
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["auto_map"]
+
+
+def test_the_form_for_engines_is_of_language_models(tmp_path):
+    with pytest.raises(ValueError, match="is a DiffTransformerForSequenceClassification; the form for engines holds"):
+        export(DiffTransformerForSequenceClassification(preset("debug")), tmp_path / "out", for_engines=True)
 
 
 def test_every_class_of_a_task_loads_its_own_code(tmp_path):

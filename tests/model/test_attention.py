@@ -236,8 +236,9 @@ def test_what_is_no_batch_of_sequences_is_refused(shape, context, message):
 
 def test_a_window_of_a_call_that_is_not_causal_is_refused():
     layer, x = DiffAttention(32, 4, is_causal=True, window=3), torch.randn(2, 6, 32)
-    with pytest.raises(ValueError, match="window=3 without is_causal=True"):
-        layer(x, is_causal=False)
+    for padding in (None, torch.ones(2, 6, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="window=3 without is_causal=True"):
+            layer(x, is_causal=False, key_padding_mask=padding)
     band = torch.ones(6, 6).tril().triu(-2).bool()
     torch.testing.assert_close(layer(x, attention_mask=band, is_causal=False)[0], layer(x)[0])
 
@@ -247,6 +248,19 @@ def test_a_context_has_no_rotary_positions(length):
     x = torch.randn(2, 6, 32)
     with pytest.raises(ValueError, match="a context came to attention with a rotary embedding"):
         DiffAttention(32, 4, rope_theta=1e4)(x, torch.randn(2, length, 32))
+
+
+def test_positions_without_a_batch_are_refused():
+    """With as many heads as channels of a head they would turn the wrong ones."""
+    layer, x = DiffAttention(64, 8, is_causal=True, rope_theta=1e4), torch.randn(2, 8, 64)
+    with pytest.raises(ValueError, match=r"position_ids has the shape \[8\]; give \[B, T\] or \[1, T\]"):
+        layer(x, position_ids=torch.arange(8))
+
+
+def test_a_mask_of_integers_is_refused():
+    layer, x, padding = DiffAttention(32, 4), torch.randn(2, 6, 32), torch.ones(2, 6, dtype=torch.bool)
+    with pytest.raises(TypeError, match=r"attention_mask is torch\.int64; give bool"):
+        layer(x, attention_mask=padding.long()[:, None, None], key_padding_mask=padding)
 
 
 def test_bad_padding_mask_is_refused():

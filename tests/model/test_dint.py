@@ -151,6 +151,25 @@ def test_the_cached_state_continues_the_mean(cache, cuts):
         made.reset()
 
 
+def test_padding_of_a_static_cache_has_a_column_for_each_slot():
+    model, ids, mask = make_model(), tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
+    mask[0, :3] = 0
+    slots = torch.zeros(2, 16, dtype=torch.long)
+    slots[:, :7] = mask
+    cache = StaticCache(config=model.config, max_cache_len=16)
+    got = [model(ids[:, :5], attention_mask=slots, past_key_values=cache).logits]
+    got += [model(ids[:, 5:], attention_mask=slots, past_key_values=cache).logits]
+    expected = model(ids, attention_mask=mask).logits
+    torch.testing.assert_close(torch.cat(got, 1)[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=1e-5)
+
+
+def test_a_causal_layer_is_not_called_without_its_limit():
+    layer, x = make_layer(), inputs()
+    for padding in (None, torch.ones(2, 9, dtype=torch.bool)):
+        with pytest.raises(ValueError, match="takes running means; build it with is_causal=False"):
+            layer(x, is_causal=False, key_padding_mask=padding)
+
+
 @pytest.mark.parametrize("chunk", [None, 6])
 @pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "disable_compile": True}])
 def test_padded_prompts_generate_as_alone(chunk, cache):

@@ -52,6 +52,6 @@ def test_one_value_a_layer_is_saved_and_loaded(tmp_path):
 def test_refusals():
     with pytest.raises(ValueError, match="2 values for 3 layers"):
         config(head_norm_init=[0.1, 0.2])
-    for made in (config("softmax"), config("diff_v2"), config(head_norm=False)):
-        with pytest.raises(ValueError, match="no head norm to set"):
+    for made in (config("softmax"), config("diff_v2"), config(head_norm=False), config(head_norm="no_weight")):
+        with pytest.raises(ValueError, match="no weight of a head norm to set"):
             matched_head_norm_init(made)

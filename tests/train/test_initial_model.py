@@ -19,6 +19,7 @@ from transformers import (
     LlamaConfig,
     PhiConfig,
     Qwen3Config,
+    Starcoder2Config,
 )
 
 from diff_transformer import differentiate
@@ -35,6 +36,7 @@ from diff_transformer.train.loop import train
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.parallelize import shard
+from diff_transformer.train.recompute import recompute
 from diff_transformer.train.training_data import load_training_data
 
 TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
@@ -344,9 +346,28 @@ def test_a_model_that_the_loop_cannot_train_is_refused(config, trained, tmp_path
 
 def test_settings_of_this_packages_class_are_refused_for_another(config, trained, tmp_path):
     of_transformers(GPT2Config, trained.tokenizer, tmp_path / "m")
-    more = ["data.documents=separate", "train.activation_checkpointing=selective"]
-    with pytest.raises(ValueError, match=r"data.documents=separate, .*=selective: .* keeps the class GPT2LMHeadModel"):
+    more = ["data.documents=separate", "train.activation_checkpointing=selective", "train.parallel.strategy=fsdp"]
+    with pytest.raises(
+        ValueError, match=r"separate, .*=selective, .*strategy=fsdp: .* keeps the class GPT2LMHeadModel"
+    ):
         check_model(initial(config, tmp_path / "m", *more))
+
+
+@pytest.mark.parametrize("of_attention", [0.0, 0.1])
+def test_recomputed_layers_drop_what_they_dropped(of_attention, tmp_path):
+    fields = {"num_key_value_heads": 2, "residual_dropout": 0.1, "attention_dropout": of_attention}
+    gradients, ids = {}, torch.randint(0, 99, (2, 16))
+    for what in ("none", "selective", "full"):
+        torch.manual_seed(0)
+        config = Starcoder2Config(
+            vocab_size=99, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48, **fields
+        )
+        model = AutoModelForCausalLM.from_config(config).train()
+        recompute(model, what)
+        model(ids, labels=ids).loss.backward()
+        gradients[what] = model.get_input_embeddings().weight.grad
+    torch.testing.assert_close(gradients["selective"], gradients["none"])
+    torch.testing.assert_close(gradients["full"], gradients["none"])
 
 
 def test_attention_alone_trains(config, trained, tmp_path):

@@ -100,6 +100,27 @@ def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path)
     assert halved == whole
 
 
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])
+def test_a_request_to_stop_in_the_last_step_is_heard_once_the_model_is_saved(config, number, code, tmp_path):
+    config = override(config, ["train.steps=2", "optim.warmup_steps=1"])
+
+    def stop(done, values):
+        if done == 2:
+            os.kill(os.getpid(), number)
+
+    with pytest.raises(Interrupted, match="run is finished, and was then asked to stop") as stopped:
+        train(config, tmp_path / "run", progress=stop)
+    assert stopped.value.exit_code == code
+    assert train(config, tmp_path / "run", resume=True).model is not None
+
+
+def test_another_seed_of_held_out_rows_is_refused_by_its_name(config, tmp_path):
+    config = override(config, ["train.steps=2", "optim.warmup_steps=1"])
+    train(config, tmp_path / "run")
+    with pytest.raises(ValueError, match=r"evaluation\.seed"):
+        train(override(config, ["evaluation.seed=1"]), tmp_path / "run", resume=True)
+
+
 def test_a_run_does_not_go_on_with_another_text(config, tmp_path):
     text = tmp_path / "text"
     shutil.copytree(config.data.corpus, text)
@@ -270,7 +291,7 @@ def test_data_that_does_not_fit(config, assignment, message, tmp_path):
     config = override(config, [assignment, "train.steps=1"])
     if message is None:
         config = override(config, ["model.vocab_size=100"])
-        message = "has 258 tokens, model.vocab_size is 100; set model.vocab_size to at least 258"
+        message = "has ids up to 257, model.vocab_size is 100; set model.vocab_size to at least 258"
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(config, tmp_path / "run")
 

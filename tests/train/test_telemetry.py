@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import OlmoeConfig
 
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import preset
@@ -44,8 +45,15 @@ def test_known_devices(monkeypatch, name, peak):
     assert utilisation(preset("debug"), 96, CUDA, "bf16-mixed").peak == peak
 
 
-def test_an_unknown_device_says_what_to_set(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "Abacus 9000")
+@pytest.mark.parametrize("name", ["Abacus 9000", "NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A1000"])
+def test_an_unknown_device_says_what_to_set(monkeypatch, name):
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     use = utilisation(preset("debug"), 96, CUDA, "bf16-mixed")
     assert use.of(1e6) is None
-    assert "the peak of 'Abacus 9000' is not known; set train.peak_flops" in use.formula()
+    assert f"the peak of {name!r} is not known; set train.peak_flops" in use.formula()
+
+
+def test_experts_have_no_utilisation():
+    use = utilisation(OlmoeConfig(num_hidden_layers=1), 96, CPU, "32-true", given=1e12)
+    assert use.of(1e6) is None
+    assert use.formula() == "MFU is not reported: the FLOPs of a mixture of experts are not counted"

@@ -9,7 +9,7 @@ import numpy as np
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.seeding import training_rng
-from diff_transformer.data.tokenizer import encode_all
+from diff_transformer.data.tokenizer import encode_all, ids_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -20,7 +20,7 @@ _DOCUMENTS_AT_ONCE = 64
 def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     """All documents as one array of token ids [N], each followed by the end-of-text token.
 
-    The dtype is uint16 if the vocabulary fits, else uint32.
+    The dtype is uint16 if the ids fit, else uint32.
 
     Raises:
         ValueError: if the tokenizer has no end-of-text token.
@@ -28,7 +28,7 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
     end = tokenizer.eos_token_id
     if end is None:
         raise ValueError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
-    dtype = np.uint16 if len(tokenizer) <= 1 << 16 else np.uint32
+    dtype = np.uint16 if ids_of(tokenizer) <= 1 << 16 else np.uint32
     documents, pieces = list(documents), []
     for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
         texts = [document.text for document in documents[first : first + _DOCUMENTS_AT_ONCE]]

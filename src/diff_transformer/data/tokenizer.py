@@ -126,6 +126,11 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     return cast("PreTrainedTokenizerFast", tokenizer)
 
 
+def ids_of(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id: more than ``len(tokenizer)`` where ids have gaps."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = False) -> np.ndarray:
     """Token ids of ``text``, int64 [T], with nothing in front or behind.
 

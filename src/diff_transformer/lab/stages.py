@@ -38,6 +38,9 @@ class Stage:
         folder: of a run's setting, from ``setting`` and ``rate``.
         measure: experiments, as in ``RunSpec``; None: those of a comparison.
         score: makes the stage a sweep: each side's rate is that of the lowest score. Later stages wait for it.
+
+    Raises:
+        ValueError: for a folder that names a rate which a sweep is yet to choose.
     """
 
     settings: Mapping[str, RunConfig]
@@ -47,6 +50,11 @@ class Stage:
     folder: str = "{setting}"
     measure: tuple[str, ...] | None = None
     score: Callable[[Record], float] | None = None
+
+    def __post_init__(self):
+        rates = self.rates.values() if isinstance(self.rates, Mapping) else [self.rates]
+        if "{rate" in self.folder and any(isinstance(rate, str) for rate in rates):
+            raise ValueError(f"folder is {self.folder!r}, and a sweep is yet to choose a rate; leave {{rate}} out")
 
     def specs(self, swept: Choices) -> list[RunSpec]:
         """The runs, at the rates that sweeps chose.

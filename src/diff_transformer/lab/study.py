@@ -134,7 +134,10 @@ def _check(specs: list[RunSpec], out: Path) -> None:
     from diff_transformer.data.corpus import load_corpus
     from diff_transformer.train.initial_model import check_model
 
+    there: dict[str, RunSpec] = {}
     for spec in specs:
+        if there.setdefault(spec.key, spec).config.to_dict() != spec.config.to_dict():
+            raise ValueError(f"two runs of the plan have the folder {spec.key}; put {{rate}} into the stage's folder")
         different = _differences(spec, out / spec.key)
         if different:
             listed = "\n  ".join(different)

@@ -28,7 +28,7 @@ from diff_transformer.model.saved import require_no_gguf
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.initial_model import SPECIAL_TOKENS, check_trainable
-from diff_transformer.train.recompute import FILLED, device_memory, memory_by_recomputation
+from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory, memory_by_recomputation
 
 KINDS = ("diff", "diff_v2")
 # Settings of a model's form, which is the source's.
@@ -36,7 +36,6 @@ _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "value_head_dim", "vocab_size", "tie_word_embeddings", "attention",
 )  # fmt: skip
-_DROPOUT = ("attention_dropout", "attn_pdrop")  # of attention, in the configurations of transformers
 FOLDER = "initial"  # of a comparison, with a folder for each model that training starts from
 
 
@@ -172,7 +171,7 @@ def read_source(name: str | Path) -> Source:
         check_trainable(folder, model)
         softmax = nearest(model.config)
         more = max(0, model.num_parameters() - sum(count_parameters(softmax).values()))
-        dropout = tuple(name for name in _DROPOUT if getattr(model.config, name, 0))
+        dropout = tuple(name for name in ATTENTION_DROPOUT if getattr(model.config, name, 0))
     models: dict[str, Any] = {
         "softmax": softmax,
         "diff": to_diff(softmax).config,

@@ -27,7 +27,7 @@ from diff_transformer.model.heads import (
     default_key_value_heads,
 )
 from diff_transformer.model.implementations import attention_backend, check_backend
-from diff_transformer.model.inputs import Packing, Visible, with_key_padding
+from diff_transformer.model.inputs import Packing, Visible, newest_columns, with_key_padding
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
 from diff_transformer.model.softmax import SoftmaxCore
@@ -163,13 +163,14 @@ class Attention(nn.Module):
         q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, cache)
         visible = Visible(attention_mask, self.is_causal if is_causal is None else flag("is_causal", is_causal))
         visible = visible._replace(documents=documents)
+        newest = None if context is not None else newest_columns(key_padding_mask, q.shape[2], cache, self.layer_idx)
         if cache is not None:
             k, v, visible = self._with_cached(q.shape[2], k, v, visible, cache, key_padding_mask is not None, options)
         with_maps = output_attentions or output_attention_parts
         visible = self._complete(visible, key_padding_mask, k, cache, context, with_maps)
-        if query_padding_mask is None and key_padding_mask is not None and context is None:
-            query_padding_mask = key_padding_mask[:, -q.shape[2] :]
-        state = self.core.call_state(cache, self.layer_idx, query_padding_mask)
+        state = self.core.call_state(
+            cache, self.layer_idx, newest if query_padding_mask is None else query_padding_mask
+        )
         if with_maps:
             out, weights = self.core.forward_with_maps(q, k, v, visible, hidden_states=hidden_states, **state)
         else:
@@ -213,6 +214,8 @@ class Attention(nn.Module):
         if position_ids is None:
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             position_ids = torch.arange(queries, device=device)[None] + start
+        if position_ids.dim() != 2:
+            raise ValueError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
     def _with_cached(
@@ -236,12 +239,19 @@ class Attention(nn.Module):
     ) -> Visible:
         """``visible`` with padding and the window; ValueError for arguments that exclude one another."""
         mask, causal, _, documents = visible
-        mask = with_key_padding(mask, key_padding_mask, k)
         if not causal and mask is None and self.core.window is not None:
             raise ValueError(
                 f"window={self.core.window} without is_causal=True; a window counts back from the query's own "
                 "position. Give a band as attention_mask instead"
             )
+        alone = cache is None and k.shape[2] > 1
+        if alone and not causal and mask is None and self.core.is_causal:
+            raise ValueError(
+                "attention='dint' was built with is_causal=True and takes running means; build it with is_causal=False"
+            )
+        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"attention_mask is {mask.dtype}; give bool (True = attend) or an additive mask")
+        mask = with_key_padding(mask, key_padding_mask, k)
         visible = Visible(mask, causal, self.core.window if causal else None, documents)
         if documents is None:
             return visible

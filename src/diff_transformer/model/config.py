@@ -181,8 +181,11 @@ class DiffTransformerConfig(PreTrainedConfig):
         """A configuration from the content of a file; ``kwargs`` override it.
 
         Keys that no field has (of other tools, other versions, a user's notes) become attributes, so that
-        ``save_pretrained`` writes them again. One warning names them.
+        ``save_pretrained`` writes them again. One warning names them. The entry for code that an exported folder brings
+        is left out, as that code is not saved again.
         """
+        if cls.__module__.startswith("diff_transformer."):  # not the exported code itself
+            config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
         foreign = _unknown({key: value for key, value in config_dict.items() if key not in cls.__dataclass_fields__})
         if foreign:
             _warn_of_foreign_keys(tuple(foreign))

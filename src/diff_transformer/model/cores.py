@@ -26,9 +26,11 @@ class Core(nn.Module):
     """What the layer around a core calls: ``forward``, ``forward_with_maps`` and ``call_state``.
 
     ``window``: in causal attention each query sees its last ``window`` keys, its own included; None for all keys.
+    ``is_causal``: the core computes causally whatever a call says ("dint").
     """
 
     window: int | None = None
+    is_causal: bool = False
 
     backend: str
     attend: Callable[..., Tensor]

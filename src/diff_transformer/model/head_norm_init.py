@@ -42,14 +42,14 @@ def matched_head_norm_init(config, input_ids: Tensor | None = None, *, length: i
             proportional to 1 / rank.
 
     Raises:
-        ValueError: for attention without a head norm.
+        ValueError: for attention without a head norm, or one without a weight.
     """
     from diff_transformer.model.config import matched_baseline
 
-    if config.attention in ("softmax", "diff_v2") or not config.head_norm:
+    if config.attention in ("softmax", "diff_v2") or config.head_norm is not True:
         raise ValueError(
-            f"attention={config.attention!r} with head_norm={config.head_norm!r} has no head norm to set; give a "
-            f"configuration with differential attention and head_norm=True"
+            f"attention={config.attention!r} with head_norm={config.head_norm!r} has no weight of a head norm to set; "
+            f"give a configuration with differential attention and head_norm=True"
         )
     if input_ids is None:
         require_positive(length=length)

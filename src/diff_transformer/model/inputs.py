@@ -142,7 +142,22 @@ class Visible(NamedTuple):
 # Padding of queries, for ``attention="dint"``.
 
 
-def split_padding(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None]:
+def newest_columns(padding: Tensor | None, queries: int, cache: Any, layer_idx: int = 0) -> Tensor | None:
+    """Of a padding mask ``[B, S]``, the columns of the queries that come next, ``[B, T]``; call before updating.
+
+    A static cache has a column for each slot, and the queries' follow those in use.
+    """
+    if padding is None:
+        return None
+    if not getattr(cache, "is_compileable", False) or padding.shape[1] == queries:
+        return padding[:, -queries:]
+    if padding.shape[1] != cache.get_mask_sizes(queries, layer_idx)[0]:
+        return padding[:, -queries:]
+    place = torch.arange(queries, device=padding.device) + cache.get_seq_length(layer_idx)
+    return padding.index_select(1, place)
+
+
+def split_padding(attention_mask: Any, queries: int, cache: Any = None) -> tuple[Any, Tensor | None]:
     """Split a model's ``attention_mask`` into the mask for its layers and the padding of the newest ``queries``.
 
     transformers gives a mask ``[B, S]``, a mask of four dimensions, or (preparing a step of generation) a dictionary
@@ -156,12 +171,14 @@ def split_padding(attention_mask: Any, queries: int) -> tuple[Any, Tensor | None
     """
     if isinstance(attention_mask, dict):
         attention_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
-        return attention_mask, None if padding is None else padding[:, -queries:].bool()
+        padding = newest_columns(padding, queries, cache)
+        return attention_mask, None if padding is None else padding.bool()
     if attention_mask is None or attention_mask.dim() != 2:
         if attention_mask is not None and queries > 1 and not traced():
             _refuse_loss_of_sight(attention_mask)
         return attention_mask, None
-    return attention_mask, attention_mask[:, -queries:].bool()
+    newest = newest_columns(attention_mask, queries, cache)
+    return attention_mask, None if newest is None else newest.bool()
 
 
 def as_boolean(attn_mask: Tensor) -> Tensor:

@@ -216,7 +216,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and documents is None
         if self.config.attention == "dint":
-            attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries)
+            attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries, kept)
         if documents is None:
             given = self.config, inputs_embeds, attention_mask, kept, position_ids
             mask, is_causal = causal_mask(*given)

@@ -374,6 +374,7 @@ def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
         found |= {
             "train.compile": train.compile,
             "train.activation_checkpointing=selective": train.activation_checkpointing == "selective",
+            "train.parallel.strategy=fsdp": parallel.strategy == "fsdp" or parallel.replicas > 1,
         }
     if wrong := [name for name, is_set in found.items() if is_set]:
         raise ValueError(

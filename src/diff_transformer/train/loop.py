@@ -7,6 +7,7 @@ in ``step.py``; how the model is spread over processes is in ``parallelize.py``,
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -56,6 +57,9 @@ __all__ = ["Interrupted", "Trained", "train"]
 logger = logging.getLogger("diff_transformer")
 
 Progress = Callable[[int, dict], None]  # called with the number of finished steps and the newest metrics
+
+
+_RANKS_APART = 1_000_003  # of the seeds of processes with other rows
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,9 @@ class Run:
         self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)
         eos_id = data.tokenizer.eos_token_id
         self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, eos_id, context)
+        if self.stepper.batch_part.rank:  # other rows, other masks of dropout
+            torch.manual_seed(settings.seed + _RANKS_APART * self.stepper.batch_part.rank)
+        self.stop: StopRequest | None = None
         self.sources = source_names(config.data)
         self.utilisation = utilisation(
             self.unwrapped_model.config, config.data.length, fabric.device, settings.precision,
@@ -176,6 +183,10 @@ class Run:
         model = whole_model(self.unwrapped_model, fabric.is_global_zero)
         finished_before = resume_step >= self.config.train.steps
         on_first_rank(fabric, lambda: self._save_model(model, finished_before))
+        if self.stop is not None and self.stop():  # in the last step, or after it
+            raise Interrupted(
+                f"{self.folder} is finished, and was then asked to stop", self.stop.number or signal.SIGINT
+            )
         return Trained(self.folder, model, self.data.tokenizer, self.config)
 
     def _save_model(self, model, finished_before: bool) -> None:
@@ -198,6 +209,7 @@ class Run:
             log.write(0, start | ({DIGEST: self.data.digest()} if self.fabric.is_global_zero else {}))
         speed = _Speed()
         with stop_requests() as stop, self._heartbeat() as at, self._batches(resume_step) as batches:
+            self.stop = stop
             for step in range(resume_step, settings.steps):
                 done = step + 1
                 at(step, "waiting for data")

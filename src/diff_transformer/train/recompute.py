@@ -12,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import TrainingMemory, training_memory
 from diff_transformer.train.config import RunConfig
 
@@ -23,6 +24,7 @@ _KEPT = (
     "diff_transformer::triton",
 )  # fmt: skip
 
+ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # in the configurations of transformers
 FILLED = 0.85  # of a device's memory, at most: the cost model leaves out the allocator's overhead
 
 logger = logging.getLogger("diff_transformer")
@@ -73,18 +75,21 @@ def device_memory(device: torch.device) -> int:
 
 def recompute(model: Any, what: str) -> None:
     """Recompute, in the backward pass of each layer, nothing ("none"), all of it ("full"), or what is cheap
-    ("selective"): norms, rotary embedding and activation functions, but neither products nor attention."""
-    if what == "full" or (what == "selective" and not hasattr(model.base_model, "layers")):  # chosen by "auto"
+    ("selective"): norms, rotary embedding and activation functions, but neither products nor attention. Where
+    attention itself draws dropout, or there are no layers, "selective" is "full"."""
+    draws = any(getattr(model.config, name, 0) for name in ATTENTION_DROPOUT)
+    if what == "full" or (what == "selective" and (draws or not hasattr(model.base_model, "layers"))):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif what == "selective":
+        ours = isinstance(model.config, DiffTransformerConfig)  # which draws nothing
         for layer in model.base_model.layers:
-            layer.forward = partial(_selectively, layer.forward)
+            layer.forward = partial(_selectively, layer.forward, not ours)
 
 
-def _selectively(forward, *inputs, **options):
+def _selectively(forward, draws: bool, *inputs, **options):
     if not torch.is_grad_enabled():
         return forward(*inputs, **options)
-    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_contexts, preserve_rng_state=False, **options)
+    return checkpoint(forward, *inputs, use_reentrant=False, context_fn=_contexts, preserve_rng_state=draws, **options)
 
 
 def _is_kept(operator: Any) -> bool:

@@ -28,8 +28,9 @@ logger = logging.getLogger("diff_transformer")
 LOCK = "run.lock"
 _NO_LOCKS = {errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP}  # of file systems without locks
 _OURS = {LOCK, "train.log"}
-_FREE = re.compile(  # settings that a resumed run may change: they affect results by rounding at most
-    r"evaluation\.|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_batch_size|loss_chunk"
+# Settings that a resumed run may change: they affect results by rounding at most. evaluation.seed draws held-out rows.
+_FREE = re.compile(
+    r"evaluation\.(?!seed:)|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_batch_size|loss_chunk"
     r"|activation_checkpointing|compile|threads|log_every|validate_every|loggers):"
 )
 

@@ -128,9 +128,7 @@ class Utilisation:
     def formula(self) -> str:
         """The formula of ``of`` with its numbers, for the user."""
         if self.flops_per_token is None:
-            return (
-                "MFU is not reported: the FLOPs of a model that sends each token to some of its experts are not counted"
-            )
+            return "MFU is not reported: the FLOPs of a mixture of experts are not counted"
         flops = (
             f"{self.flops_per_token:,} training FLOPs a token (3 x the forward pass at length {self.length}; "
             f"recomputation not counted)"
@@ -160,7 +158,7 @@ def utilisation(config, length: int, device: torch.device, precision: str, *, gi
         return Utilisation(flops, length, matmul_speed(dtype), source, devices)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
     for known, peak in BF16_PEAK_FLOPS.items():
-        if known in name:
+        if re.search(rf"\b{re.escape(known)}\b", name):
             return Utilisation(flops, length, peak, f"{name}, dense bf16", devices)
     return Utilisation(flops, length, None, f"the peak of {name!r} is not known", devices)
 

@@ -277,6 +277,9 @@ def test_one_layer_by_itself(pairs, naive, rotary, weight):
     ours = attention_from_authors(layer, depth=4, rope_theta=theta, naive_grouped_query=naive)
     exact = attend(x.double(), {k: v.double() for k, v in layer.items()}, 4, pairs, naive, rotary)
     assert_within_budget(ours(x)[0], exact, what="out")
+    wide = {name: tensor.double() + 1e-9 for name, tensor in layer.items()}
+    ours = attention_from_authors(wide, depth=4, rope_theta=theta, naive_grouped_query=naive)
+    assert torch.equal(ours.o_proj.weight, wide["out_proj.weight"])
 
 
 def test_a_layer_of_another_kind_is_refused():

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from torch.nn.functional import silu
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.convert import convert_folder
+from diff_transformer.model.convert import convert_folder, motif
 from diff_transformer.testing import assert_within_budget
 
 WIDTH, LAYERS, D, HIDDEN, VOCABULARY, THETA = 32, 3, 4, 40, 96, 5000.0
@@ -175,6 +175,13 @@ def test_scaled_positions_are_carried(save):
     convert_folder(folder, folder.with_name("ours"))
     rope = DiffTransformerForCausalLM.from_pretrained(folder.with_name("ours")).config.rope_parameters
     assert rope == {"rope_type": "linear", "factor": 2.0, "rope_theta": THETA}
+
+
+def test_positions_as_transformers_5_writes_them():
+    told = {name: value for name, value in settings().items() if name not in ("rope_theta", "rope_scaling")}
+    told["rope_parameters"] = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+    config = motif.parse(told, "config.json")
+    assert (config["rope_theta"], config["rope_scaling"]) == (5e5, {"rope_type": "linear", "factor": 2.0})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.prepare.readers import read_pieces
 from diff_transformer.data.prepare.sources import TextSource
-from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash, train_tokenizer
+from diff_transformer.data.tokenizer import ids_of, load_tokenizer, tokenizer_hash, train_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -96,7 +96,7 @@ def facts_of(tokenizer: PreTrainedTokenizerFast) -> TokenizerFacts:
     """The facts of a tokenizer; raises ValueError if it has no end-of-text token."""
     if tokenizer.eos_token_id is None:
         raise ValueError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
-    size = max(tokenizer.get_vocab().values()) + 1
+    size = ids_of(tokenizer)
     return TokenizerFacts(
         tokenizer_hash(tokenizer),
         size,

@@ -71,6 +71,11 @@ def export(
             f"{name} is a {loaded.config.model_type} model, which transformers loads without code of ours; export is "
             "for models of this package (convert a Llama with `diff-transformer convert` first)"
         )
+    if for_engines and not type(loaded).__name__.endswith("ForCausalLM"):
+        raise ValueError(
+            f"{name} is a {type(loaded).__name__}; the form for engines holds causal language models only: leave "
+            "for_engines out"
+        )
     config = engine_config(loaded.config) if for_engines else None
     out.parent.mkdir(parents=True, exist_ok=True)
     with replacing(out.absolute()) as partial:

@@ -105,6 +105,7 @@ def long_context_64k() -> RunConfig:
     config.optim = dataclasses.replace(config.optim, lr=8e-5, warmup_steps=20)
     config.train = _cluster(steps=358, batch_size=64, length=65_536)  # 4,194,304 tokens a step, 1.50e9 in all
     config.train.micro_batch_size, config.train.parallel.context_parallel = 2, 8
+    config.train.checkpoint_every = config.train.validate_every = 50
     config.evaluation = EvaluationConfig(needles=((8, 1),), samples=50)
     return config
 

@@ -176,8 +176,8 @@ def attention_from_authors(
     )
     changes = _to_ours(d, keys, values, rotary=rope_theta is not None)
     made = {role: changes[role].make(state[name]) if role in changes else state[name] for role, name in names.items()}
-    layer.load_state_dict({_OUR_LAYER[role]: tensor for role, tensor in made.items()})
-    return layer.to(state["q_proj.weight"].dtype)
+    layer.to(state["q_proj.weight"].dtype).load_state_dict({_OUR_LAYER[role]: tensor for role, tensor in made.items()})
+    return layer
 
 
 _OUR_LAYER: Names = {

@@ -63,6 +63,9 @@ def parse(told: dict, file: str) -> dict:
     Raises:
         ValueError: if a size is missing, or the model has parts that this package does not have.
     """
+    rope = dict(told.get("rope_parameters") or {})  # as transformers 5 writes it
+    theta = rope.pop("rope_theta", None)
+    told = {**({} if theta is None else {"rope_theta": theta}), **({"rope_scaling": rope} if rope else {}), **told}
     missing = [name for name in _REQUIRED if told.get(name) is None]
     if missing:
         raise ValueError(f"{file} does not say {', '.join(missing)}")

@@ -89,8 +89,8 @@ def _layer(checkpoint: Checkpoint, settings: dict, index: int) -> DiffAttention:
         window=window if index < half else None,
         bias=True,
     )
-    layer.load_state_dict(state)
-    return layer.to(own["Wqkv.weight"].dtype)
+    layer.to(own["Wqkv.weight"].dtype).load_state_dict(state)
+    return layer
 
 
 def _tensors(checkpoint: Checkpoint, index: int, fused: int, out: int, d: int, width: int) -> dict[str, Tensor]:

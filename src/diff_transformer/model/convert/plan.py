@@ -89,7 +89,8 @@ class Planned:
 
     def dtype(self, name: str) -> torch.dtype:
         made = self._plan[name]
-        return made.dtype or self._dtype or self._source.dtype(made.sources[0])
+        asked = self._dtype or self._source.dtype(made.sources[0])
+        return asked if made.dtype is None else torch.promote_types(made.dtype, asked)
 
     def tensor(self, name: str) -> Tensor:
         """Compute one tensor; it is contiguous.
@@ -182,7 +183,7 @@ class Change:
 def plan_of(source: Names, target: Names, layers: int, changes: dict[str, Change] | None = None) -> Plan:
     """Plan every tensor of ``target``: the tensor of the same role in ``source``, changed where ``changes`` says how.
 
-    Lambda vectors become fp32, which is exact: they stay fp32 in a half-precision model.
+    Lambda vectors become at least fp32, which is exact: they stay fp32 in a half-precision model.
     """
     changes = changes or {}
     plan: Plan = {}
