@@ -1,5 +1,9 @@
 import numpy as np
 import pytest
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import PreTrainedTokenizerFast
 
 from diff_transformer.data import Document, PackedCorpus, byte_tokenizer
 from diff_transformer.data.packing import pack_documents
