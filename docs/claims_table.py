@@ -1,5 +1,6 @@
 """The table of docs/reproduction.md: each claim, what the paper ran, what it takes, what the desk study saw."""
 
+import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import BF16_PEAK_FLOPS, training_seconds
 
 RECORD = Path(__file__).resolve().parents[1] / "figures" / "desk" / "measured.json"
+BENCHMARKS = RECORD.parents[2] / "benchmarks" / "results"
 MAIN, SIDE = "novels", "diff_same_rate"  # of the desk study: its main setting, one learning rate for both models
 
 
@@ -33,6 +35,16 @@ def folder(*names: str) -> str:
 
 def pair(*recipes: str) -> dict[str, int]:
     return dict.fromkeys(recipes, 2)
+
+
+def speeds() -> str:
+    """DIFF's share of the Transformer's tokens/s, forward + backward, on a CPU and a GPU."""
+    said = []
+    for device, where in (("cpu", "two CPU cores"), ("gpu", "an H200")):
+        rows = json.loads((BENCHMARKS / f"throughput_{device}.json").read_text())["rows"]
+        ratios = [row["forward_backward_ratio"] for row in rows if row["side"] == "diff"]
+        said.append(f"{min(ratios):.2f} to {max(ratios):.2f} of the Transformer's speed on {where}")
+    return "; ".join(said)
 
 
 SIZES = pair("scaling_830m", "scaling_1p4b", "scaling_2p8b", "scaling_6p8b", "scaling_13b")
@@ -68,7 +80,7 @@ ROWS = (
         {"scaling_1p4b": 7}, ("ar_hit", "others"),
         folder("table6_ablation", "table6_associative_recall")),
     Claim("Throughput (Table 7)", "3B and 13B on H100s", "`bench throughput --device cuda`", {},
-        "on two CPU cores not slower; no GPU yet", "[performance](performance.md)"),
+        speeds(), "[performance](performance.md)"),
     Claim("Gradients of the same size (appendix F)", "in closed form", "`eval gradient_flow`", {}, ONE_PAIR,
         folder("appendix_f_gradient_flow")),
 )  # fmt: skip
