@@ -61,6 +61,15 @@ def test_nothing_is_decided_before_all_seeds_are_there_and_half_a_seed_does_not_
     assert page.tables({}).startswith("Finished: 0 of 24 runs")
 
 
+def test_the_page_says_what_the_record_says(page):
+    cells = sys.modules["study"].cells_of(page.HERE)
+    found = page.differences(cells, "diff_v2", "softmax", page.whole_seeds(cells))
+    low, high = page.bootstrapped(found)
+    said = f"{page.fmean(found):+.3f} ({low:+.3f} to {high:+.3f}, p = {page.p_value(found):.3f})"
+    assert said in (page.HERE / "README.md").read_text()
+    assert "| undecided |" in page.primary(cells)
+
+
 def test_the_plan_is_a_run_of_attention_on_parts_of_the_books(train, tmp_path):
     for archive, count in train.TEXTS.values():
         with tarfile.open(tmp_path / archive, "w:xz") as made:

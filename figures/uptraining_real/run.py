@@ -9,6 +9,7 @@ sys.path.insert(0, str(HERE.parent))
 from recall_confirmation.run import bootstrapped, p_value  # noqa: E402  (beside this folder)
 from study import study_command  # noqa: E402
 from tables import in_numbers  # noqa: E402
+from uptraining_real import evals  # noqa: E402
 from uptraining_real.train import CELLS, SEEDS, SETTING  # noqa: E402
 
 from diff_transformer.lab.record import Cells, Record  # noqa: E402
@@ -102,7 +103,7 @@ def tables(cells: Cells) -> str:
     done = sum(len(cells.get(SETTING, {}).get(arm, {})) for arm in ARMS)
     said = "" if len(whole_seeds(cells)) == SEEDS else "; nothing is decided"
     progress = f"Finished: {done} of {len(ARMS) * SEEDS} runs of the plan{said}."
-    return "\n\n".join(part for part in (progress, primary(cells), measures(cells)) if part)
+    return "\n\n".join(part for part in (progress, primary(cells), measures(cells), evals.table(NAMES)) if part)
 
 
 if __name__ == "__main__":
