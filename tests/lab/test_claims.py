@@ -188,6 +188,11 @@ def test_without_losses_at_four_bits_nothing_is_judged():
         assert judge(paper_claims(CELLS), [quantization(side, bits) for side in ("diff", "softmax")]) == []
 
 
+def test_a_record_that_keeps_other_columns_has_its_metrics():
+    kept = Result("associative_recall", "diff-seed0", {"ar_hit": 1.5}, [{"loss": 2.0}])
+    assert QUANTITIES["ar_hit"].value(of_result(kept)) == 1.5
+
+
 def test_examples_of_several_data_seeds_all_count():
     """What costs 0.2 in one drawing of the examples and 0.4 in the other costs 0.3; recall likewise."""
 

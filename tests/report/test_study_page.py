@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
@@ -12,6 +13,8 @@ from diff_transformer.lab.record import Record, records_of, save_all
 from diff_transformer.report import ResultsError
 from diff_transformer.report.study_page import is_study, load_cells, render_study_page, write_study_report
 
+FIGURES = Path(__file__).parents[2] / "figures"
+RECORDED = [path for path in sorted(FIGURES.glob("*/measured.json")) if is_study(path)]
 ATTACK = "<img src=x onerror=alert(1)>"
 
 
@@ -116,6 +119,23 @@ def test_a_record_of_cells_is_a_study_too(folder, tmp_path):
     kept.write_text(json.dumps({"cells": {"main": {"diff": {"2": record(3.0, 2)}}}}))  # as an earlier version wrote it
     assert is_study(kept)
     assert load_cells(kept)["main"]["diff"][2].final_loss == 3.0
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        pytest.param(path, id=path.parent.name, marks=[pytest.mark.slow] * (path.parent.name == "recall"))
+        for path in RECORDED
+    ],
+)
+def test_every_recorded_study_has_a_page_or_says_why_not(record):
+    cells = load_cells(record)
+    records = [one for sides in cells.values() for seeds in sides.values() for one in seeds.values()]
+    if any("validation" in one.curves for one in records):
+        assert "Final validation loss" in render_study_page(cells)
+    else:
+        with pytest.raises(ResultsError, match="no run of this study keeps its validation loss"):
+            render_study_page(cells)
 
 
 def test_names_are_data(folder):

@@ -81,9 +81,12 @@ class Quantity:
         return math.nan if found is None else found
 
     def scored(self, record: Record) -> np.ndarray | None:
-        """The score of each example; None if the record has no rows of them."""
+        """The score of each example; None if the record has no rows of them, or keeps other columns."""
         rows = record.rows.get(self.experiment)
-        return self.scores(rows) if rows and self.scores else None
+        try:
+            return self.scores(rows) if rows and self.scores else None
+        except KeyError:
+            return None
 
     def why_untested(self, baselines: Sequence[Record]) -> str:
         """Why most of the baselines cannot test the claim, or ""."""

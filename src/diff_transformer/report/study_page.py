@@ -70,7 +70,14 @@ def load_cells(source: Path | str) -> Cells:
 
 
 def render_study_page(cells: Cells) -> str:
-    """The whole page as a string."""
+    """The whole page as a string, of the models that have a curve of validation loss.
+
+    Raises:
+        ResultsError: if none has.
+    """
+    cells = {name: kept for name, sides in cells.items() if (kept := _with_curves(sides))}
+    if not cells:
+        raise ResultsError("no run of this study keeps its validation loss, which this page is of; see its README")
     settings = {name: sides for name, sides in borrow_baselines(cells, BASELINE).items() if "/" not in name}
     sweep = {name: sides for name, sides in cells.items() if "/" in name}
     names = list(dict.fromkeys(side for sides in cells.values() for side in sides))
@@ -90,6 +97,15 @@ def render_study_page(cells: Cells) -> str:
         figures=join(figure.html(place, Html("")) for place, figure in enumerate(figures, 1)),
         caveats=tag("section", tag("h2", "Caveats", id="caveats-title"), tag("p", _CAVEATS), id="caveats"),
     )
+
+
+def _with_curves(sides: dict[str, dict[int, Record]]) -> dict[str, dict[int, Record]]:
+    """Without models that have no such curve, as the source of a conversion, which is not trained."""
+    of = {
+        side: {seed: one for seed, one in seeds.items() if "validation" in one.curves or one.diverged}
+        for side, seeds in sides.items()
+    }
+    return {side: seeds for side, seeds in of.items() if seeds}
 
 
 def _trained(sides: dict[str, dict[int, Record]]) -> dict[str, dict[int, Record]]:
@@ -224,7 +240,8 @@ def _legend(sides: Iterable[str], marks: dict[str, str]) -> Html:
 
 def _curve(record: Record) -> list[Point]:
     curve = record.curves["validation"]
-    return list(zip(curve["step"], curve["loss"], strict=True))[1:]
+    points = list(zip(curve["step"], curve["loss"], strict=True))
+    return points[1:] if len(points) > 2 else points
 
 
 def _last(record: Record) -> float:
