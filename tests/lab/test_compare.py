@@ -10,11 +10,13 @@ import sys
 import time
 
 import pytest
+import torch
+from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.data.prepare.config import PrepareConfig
 from diff_transformer.data.prepare.run import prepare
-from diff_transformer.lab.compare import compare
+from diff_transformer.lab.compare import compare, measure_speed
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_all
@@ -237,6 +239,19 @@ def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, 
     with pytest.raises(ValueError, match=message):
         compare(override(recipe("debug"), [*assignments, *extra]), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, monkeypatch):
+    def full(*given, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nmore")
+
+    save_tiny_model(tmp_path / "members" / "diff-seed0" / "run" / "model")
+    monkeypatch.setattr("diff_transformer.bench.throughput.measure_throughput", full)
+    threads = torch.get_num_threads()
+    with pytest.raises(MemoryError, match=r"Tried to allocate 3 GiB$"):
+        measure_speed(recipe("debug"), tmp_path, ["diff"])
+    assert torch.get_num_threads() == threads
+    assert not (tmp_path / "throughput.json").exists()
 
 
 class Waiting:

@@ -19,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from diff_transformer.checks import differences, read_json, require_positive
+from diff_transformer.checks import differences, first_line, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
@@ -229,11 +229,15 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.batch_size, config.data.length)
     ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
-    results = measure_throughput(
-        models, ids, precision=config.train.precision, pass_rows=config.train.rows_of_a_pass(),
-        loss_chunk=config.train.loss_chunk, repeats=config.evaluation.throughput_repeats,
-    )  # fmt: skip
-    torch.set_num_threads(threads)
+    try:
+        results = measure_throughput(
+            models, ids, precision=config.train.precision, pass_rows=config.train.rows_of_a_pass(),
+            loss_chunk=config.train.loss_chunk, repeats=config.evaluation.throughput_repeats,
+        )  # fmt: skip
+    except torch.OutOfMemoryError as error:  # a pass did not fit beside the other models
+        raise MemoryError(first_line(error)) from None
+    finally:
+        torch.set_num_threads(threads)
     save_all([of_result(result, setting=config.name) for result in results], path)
 
 
