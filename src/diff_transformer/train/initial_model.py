@@ -52,15 +52,15 @@ def check_model(config: RunConfig) -> None:
 
 def check_backend_on(config: RunConfig, device: torch.device) -> None:
     """Raise RuntimeError if ``model.backend`` names a backend that does not work on the device of a run."""
-    from diff_transformer.ops.backends import BACKENDS
+    from diff_transformer.ops import available_backends
 
     name = config.model.get("backend", "auto")
     if name == "auto" or config.model.get("attention") == "softmax":
         return
     dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(config.train.precision, torch.float32)
-    reason = BACKENDS[name].unsupported_reason(device, dtype)
-    if reason is not None:
-        raise RuntimeError(f"model.backend is {name!r}, which is not available here: {reason}")
+    usable = available_backends(device, dtype)
+    if name not in usable:
+        raise RuntimeError(f"model.backend is {name!r}, which does not run on {device.type}; give {', '.join(usable)}")
 
 
 class InitialValues:
