@@ -255,6 +255,8 @@ def test_positions_without_a_batch_are_refused():
     layer, x = DiffAttention(64, 8, is_causal=True, rope_theta=1e4), torch.randn(2, 8, 64)
     with pytest.raises(ValueError, match=r"position_ids has the shape \[8\]; give \[B, T\] or \[1, T\]"):
         layer(x, position_ids=torch.arange(8))
+    with pytest.raises(ValueError, match="a layer without rotary embedding; build it with rope_theta"):
+        DiffAttention(64, 8)(x, position_ids=torch.arange(8)[None])
 
 
 def test_a_mask_of_integers_is_refused():

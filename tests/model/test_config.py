@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 from transformers import AutoConfig
 
@@ -102,3 +103,14 @@ def test_config_survives_saving(tmp_path):
     loaded = AutoConfig.from_pretrained(tmp_path)
     assert isinstance(loaded, DiffTransformerConfig)
     assert loaded.to_diff_dict() == config.to_diff_dict()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "held"),
+    [("num_hidden_layers", 2.0, 2), ("hidden_size", np.int64(32), 32), ("lambda_learned", np.bool_(True), True),
+     ("rms_norm_eps", np.float64(1e-5), 1e-5), ("lambda_init", np.float64(0.5), 0.5), ("sliding_window", 8.0, 8)],
+)  # fmt: skip
+def test_whole_floats_and_scalars_of_numpy_are_numbers(name, value, held):
+    config = preset("debug", **{name: value})
+    assert (getattr(config, name), type(getattr(config, name))) == (held, type(held))
+    assert config.to_json_string()

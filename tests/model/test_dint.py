@@ -91,7 +91,7 @@ def test_additive_masks_hide_as_boolean_ones_do():
     layer, x = make_layer(), inputs(1)
     seen = torch.ones(9, 9).tril().bool()
     seen[:, :3] = False
-    for hidden in (float("-inf"), torch.finfo(torch.float64).min):
+    for hidden in (float("-inf"), torch.finfo(torch.float64).min, -1e9, -1e4):
         mask = torch.zeros(9, 9, dtype=torch.float64).masked_fill(~seen, hidden)
         out = layer(x, attention_mask=mask, is_causal=False)[0]
         torch.testing.assert_close(out[:, 3:], layer(x, attention_mask=seen, is_causal=False)[0][:, 3:])

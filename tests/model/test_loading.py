@@ -109,7 +109,9 @@ def test_an_index_may_name_files_in_the_folder_only(tmp_path, where):
     folder = tmp_path / "model"
     save(folder)
     (folder / "model.safetensors").rename(tmp_path / "outside.safetensors")
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"lm_head.weight": where}}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"metadata": {}, "weight_map": {"lm_head.weight": where}})
+    )
     for read in (read_model, Checkpoint):
         with pytest.raises(ValueError, match=f"index.json names {re.escape(where)}, which is outside the folder"):
             read(folder)
@@ -228,6 +230,45 @@ def test_a_shard_that_is_lost_is_named(tmp_path):
         read_model(tmp_path / "shards")
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder, index: save_file({"x": torch.zeros(1)}, folder / "model.safetensors"),
+         "holds two sets of weights, model.safetensors and the shards of"),
+        (lambda folder, index: index.write_text('{"weight_map": {"x": "model-00001-of-00002.safetensors"}}'),
+         'index.json has no "metadata", which transformers needs'),
+        (lambda folder, index: index.unlink(), r"holds model-00001-of-.*, but neither model\.safetensors nor"),
+    ],
+)  # fmt: skip
+def test_conversion_and_loading_read_one_set_of_weights_or_refuse(tmp_path, change, message):
+    """vllm-project/vllm issues 40765 and 19953."""
+    save(tmp_path / "whole").save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    change(tmp_path / "shards", tmp_path / "shards" / "model.safetensors.index.json")
+    for read in (read_model, Checkpoint):
+        with pytest.raises((ValueError, FileNotFoundError), match=message):
+            read(tmp_path / "shards")
+
+
+@pytest.mark.parametrize("where", ["message", "docs/conversion.md"])
+def test_the_recipe_for_pickles_takes_tied_weights(tmp_path, monkeypatch, where):
+    """safetensors issue 98: tensors that share memory are not saved."""
+    model = save(tmp_path, tie_word_embeddings=True)
+    (tmp_path / "model.safetensors").unlink()
+    torch.save(model.state_dict(), tmp_path / "model.pt")
+    if where == "message":
+        with pytest.raises(ValueError, match="pickle") as refused:
+            read_model(tmp_path)
+        recipe = "import torch, safetensors.torch\n" + str(refused.value).partition("for bare tensors, ")[2]
+        recipe = recipe.replace("FILE", "'model.pt'")
+    else:
+        page = Path(__file__).parents[2] / where
+        recipe = re.search(r"```python\n(import torch, safetensors.*?)```", page.read_text(), re.S)[1]
+    monkeypatch.chdir(tmp_path)
+    exec(recipe)
+    assert torch.equal(read_model(tmp_path).eval()(tokens()).logits, model(tokens()).logits)
+    Checkpoint(tmp_path)
+
+
 def test_a_shard_that_the_index_forgot_is_missed(tmp_path):
     model = LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48))
     model.save_pretrained(tmp_path, max_shard_size="20KB")
@@ -323,8 +364,9 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file"):
         read_model(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
-    with pytest.raises((ValueError, FileNotFoundError), match=str(tmp_path)):
-        read_model(tmp_path)
+    for read in (read_model, Checkpoint):
+        with pytest.raises(FileNotFoundError, match=r"holds x\.safetensors, but neither model\.safetensors nor"):
+            read(tmp_path)
     with pytest.raises(FileNotFoundError, match="no model at"):
         load_model("./nowhere")
     with pytest.raises(FileNotFoundError, match="no model called nobody/nothing"):

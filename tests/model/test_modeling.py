@@ -8,6 +8,7 @@ from diff_transformer.model.convert import from_llama, to_llama
 from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.presets import preset
+from diff_transformer.model.wider import wider
 
 ALL = pytest.mark.parametrize("attention", VARIANTS)
 
@@ -252,3 +253,22 @@ def test_baseline_takes_the_same_weights():
     missing, unexpected = baseline.load_state_dict(model.state_dict(), strict=False)
     assert not missing
     assert all(".core." in name for name in unexpected)
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: wider(m.bfloat16())])
+def test_casts_keep_the_frequencies_of_the_rotary_embedding(cast):
+    """In bf16, positions beyond 256 would collapse (huggingface/transformers issue 25681)."""
+    model = DiffTransformerForCausalLM(preset("debug", attention="softmax"))
+    exact, model = model.model.rotary_emb.inv_freq.clone(), cast(model)
+    assert model.dtype != torch.float32
+    assert torch.equal(model.model.rotary_emb.inv_freq, exact)
+    assert torch.equal(model.model.rotary_emb.original_inv_freq, exact)
+
+
+def test_a_wider_model_of_transformers_keeps_its_frequencies():
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
+    source = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
+    exact = source.model.rotary_emb.inv_freq.clone()
+    for parameter in source.parameters():  # as from_pretrained(dtype=torch.bfloat16)
+        parameter.data = parameter.data.bfloat16()
+    assert torch.equal(wider(source).model.rotary_emb.inv_freq, exact)

@@ -210,6 +210,8 @@ class Attention(nn.Module):
 
     def _rotary_tables(self, position_ids, queries: int, cache, device):
         if self.rope_theta is None:
+            if position_ids is not None:
+                raise ValueError("position_ids came to a layer without rotary embedding; build it with rope_theta")
             return None
         if position_ids is None:
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0

@@ -204,11 +204,14 @@ class DiffTransformerConfig(PreTrainedConfig):
         A model checks again, because ``from_pretrained(folder, attention=...)`` sets fields of an existing
         configuration.
         """
+        for name in DiffTransformerConfig.__annotations__:
+            if hasattr(value := getattr(self, name), "item"):  # a scalar of NumPy
+                setattr(self, name, value.item())
         check_rules(self)
         _check_choices(self)
         _ = self.heads  # raises for head counts that do not fit
         for name, kind in DiffTransformerConfig.__annotations__.items():
-            as_kind(kind, getattr(self, name), name)
+            setattr(self, name, as_kind(kind, getattr(self, name), name))  # 2.0 becomes 2
 
     @property
     def heads(self) -> HeadCounts:

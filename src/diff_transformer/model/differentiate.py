@@ -133,6 +133,8 @@ def restore(model: PreTrainedModel) -> None:
             module = SplitAttention(module, parts)
             model.set_submodule(path, module)
         _double(module, parts, kind, lambda_init, draw)
+    if kind == "diff":  # its vectors stay fp32: accelerate makes them units of FSDP, each of which has one dtype
+        model._no_split_modules = {*(model._no_split_modules or ()), LearnedLambda.__name__}
     if not _ours(config._attn_implementation):
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks

@@ -182,8 +182,11 @@ def split_padding(attention_mask: Any, queries: int, cache: Any = None) -> tuple
 
 
 def as_boolean(attn_mask: Tensor) -> Tensor:
-    """True where a mask, bool or additive, lets a query see a key; transformers hides with the smallest number."""
-    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > torch.finfo(attn_mask.dtype).min / 2
+    """True where a mask, bool or additive, lets a query see a key; -1e4 and -1e9 hide too.
+
+    Rounded to bf16, -1e4 is -9984.
+    """
+    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > -9900
 
 
 def _refuse_loss_of_sight(attention_mask: Tensor) -> None:

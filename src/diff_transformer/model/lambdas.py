@@ -2,13 +2,13 @@
 
 import math
 import operator
+from numbers import Real
 
 import torch
 from torch import Tensor, nn
 
+from diff_transformer.model.layers import keeping_precision
 from diff_transformer.ops.arguments import active_transform
-
-HALF_PRECISION = (torch.float16, torch.bfloat16)
 
 
 def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
@@ -38,7 +38,7 @@ def check_lambda_init(value: str | float) -> None:
     Every head is multiplied by that factor, with or without a head norm: 0 disables a layer, a negative factor flips
     the sign of its heads.
     """
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
     if value != "depth" and not number:
         raise ValueError(f"lambda_init is {value!r}; accepted: 'depth' or a number")
     if not isinstance(value, str) and value >= 1:
@@ -80,11 +80,7 @@ class LearnedLambda(nn.Module):
         return first - second + self.initial
 
     def _apply(self, fn, recurse=True):
-        def keep_precision(tensor: Tensor) -> Tensor:
-            moved = fn(tensor)
-            return tensor.to(moved.device) if moved.dtype in HALF_PRECISION else moved
-
-        return super()._apply(keep_precision, recurse)
+        return super()._apply(keeping_precision(fn), recurse)
 
     def extra_repr(self) -> str:
         return f"head_dim={self.lambda_q1.numel()}, initial={self.initial:.4f}"

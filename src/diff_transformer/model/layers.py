@@ -1,5 +1,7 @@
 """Parts that the DIFF Transformer and its matched Transformer share: RMSNorm, SwiGLU, rotary embedding."""
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -70,6 +72,16 @@ class SwiGLU(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+def keeping_precision(fn: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """``fn`` of ``nn.Module._apply`` for tensors that stay fp32 when the model is cast to half precision."""
+
+    def apply(tensor: Tensor) -> Tensor:
+        moved = fn(tensor)
+        return tensor.to(moved.device) if moved.dtype in (torch.float16, torch.bfloat16) else moved
+
+    return apply
 
 
 def rotary_tables(position_ids: Tensor, head_dim: int, theta: float) -> tuple[Tensor, Tensor]:

@@ -28,7 +28,7 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, TokenClassifierOutput
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
@@ -50,13 +50,20 @@ from diff_transformer.model.inputs import (
     take_documents,
 )
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
-from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU
+from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU, keeping_precision
 from diff_transformer.ops.arguments import traced
 
 _FOR_LAYERS = ("output_attentions", "output_attention_parts")
 _MISSPELT = 0.8  # similarity (1: equal) from which an unknown name counts as a misspelt known one
 # Names of masks in other libraries: ignoring one would let tokens attend to what they must not see.
 _MASKS_ELSEWHERE = ("attn_mask", "key_padding_mask", "padding_mask", "mask")
+
+
+class RotaryEmbedding(LlamaRotaryEmbedding):
+    """Llama's, with frequencies that stay fp32 when the model is cast: in bf16, positions beyond 256 would collapse."""
+
+    def _apply(self, fn, recurse=True):
+        return super()._apply(keeping_precision(fn), recurse)
 
 
 class DecoderLayer(GradientCheckpointingLayer):
@@ -94,6 +101,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         super().__init__(config, *args, **kwargs)
         if config.attention not in ("softmax", "diff_v2") and config.lambda_learned:
             self._keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
+            self._no_split_modules = ["DecoderLayer", "LearnedLambda"]  # units of FSDP: one dtype each
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, is_init_check=False, allow_all_kernels=False):
         return check_implementation(attn_implementation)
@@ -133,7 +141,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
                 init.normal_(vector, std=module.std)
         elif isinstance(module, TokenLambda):
             init.constant_(module.mean, 0.5)
-        elif isinstance(module, LlamaRotaryEmbedding):
+        elif isinstance(module, RotaryEmbedding):
             super()._init_weights(module)
 
 
@@ -155,7 +163,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         try:
-            self.rotary_emb = LlamaRotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
+            self.rotary_emb = RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
         except KeyError as error:  # an unknown type, or a number that the type needs
             raise ValueError(
                 f"rope_parameters is {config.rope_parameters}, and {error} is unknown or missing; give a rope_type of "
@@ -387,9 +395,32 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
 class DiffTransformerForSequenceClassification(GenericForSequenceClassification, DiffTransformerPreTrainedModel):
     """One score for each of ``num_labels`` classes, from the last token that is not padding."""
 
+    accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides by the steps of gradient accumulation
+
 
 class DiffTransformerForTokenClassification(GenericForTokenClassification, DiffTransformerPreTrainedModel):
     """One score for each token and each of ``num_labels`` classes."""
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs,
+    ) -> TokenClassifierOutput:
+        """Scores ``[B, T, num_labels]`` and, with ``labels`` int64 ``[B, T]``, the mean loss; -100 is ignored.
+
+        transformers' head drops ``num_items_in_batch``, by which Trainer averages over gradient accumulation.
+        """
+        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
+        outputs = super().forward(*inputs, use_cache=use_cache, return_dict=True, **kwargs)
+        loss = None if labels is None else self.loss_function(outputs.logits, labels, self.config, **kwargs)
+        return TokenClassifierOutput(loss, outputs.logits, outputs.hidden_states, outputs.attentions)
 
 
 class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTransformerPreTrainedModel):

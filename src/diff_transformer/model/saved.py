@@ -9,8 +9,10 @@ INDEX = "model.safetensors.index.json"
 ONLY_SAFETENSORS = (
     "Only safetensors are read, since a pickle can run code. If you trust the file, "
     "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW) writes safetensors; so does, for bare tensors, "
-    "safetensors.torch.save_file(torch.load(FILE, weights_only=True, map_location='cpu'), 'model.safetensors')"
+    "safetensors.torch.save_file({name: x.clone() for name, x in torch.load(FILE, weights_only=True, "
+    "map_location='cpu').items()}, 'model.safetensors', {'format': 'pt'})"
 )
+_SINGLE = ("model.safetensors", "adapter_model.safetensors")
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl", "*.pickle")
 # Names of sizes in config.json. Each is the length of a tensor's dimension, or less.
 _SIZES = (
@@ -47,9 +49,12 @@ def indexed_files(folder: Path) -> list[Path] | None:
     if not index.exists():
         return None
     try:
-        names = sorted({*map(str, read_json(index)["weight_map"].values())})
+        content = read_json(index)
+        names = sorted({*map(str, content["weight_map"].values())})
     except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"{index} is not an index of shards ({error!r}); copy or download it again") from None
+    if "metadata" not in content:
+        raise ValueError(f'{index} has no "metadata", which transformers needs; add the line "metadata": {{}},')
     outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
         raise ValueError(f"{index} names {listed(outside)}, which is outside the folder; it may name files inside only")
@@ -66,16 +71,24 @@ def indexed_files(folder: Path) -> list[Path] | None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The files with the weights of a model or a LoRA adapter: indexed shards, ``model.safetensors``, or all others.
+    """The files that hold the weights: indexed shards, ``model.safetensors``, or a LoRA adapter's.
+
+    transformers and the conversions read these files and no others.
 
     Raises:
-        ValueError: if the weights would come from a pickle, or the index is none.
+        ValueError: for two sets of weights, for weights that only a pickle holds, for an invalid index.
         FileNotFoundError: if there are no weights, or files that the index names are missing.
     """
-    shards, single = indexed_files(folder), folder / "model.safetensors"
-    files = shards or ([single] if single.exists() else sorted(folder.glob("*.safetensors")))
-    if files:
+    shards, singles = indexed_files(folder), [folder / name for name in _SINGLE if (folder / name).exists()]
+    if shards and folder / _SINGLE[0] in singles:
+        raise ValueError(f"{folder} holds two sets of weights, {_SINGLE[0]} and the shards of {INDEX}; remove one")
+    if files := shards or singles[:1]:
         return files
+    others = sorted(path.name for path in folder.glob("*.safetensors"))
+    if others:
+        raise FileNotFoundError(
+            f"{folder} holds {listed(others)}, but neither {_SINGLE[0]} nor {INDEX}; rename the file, or copy the index"
+        )
     pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
     if pickles:
         raise ValueError(f"{folder} holds {listed(pickles)} but no .safetensors file. {ONLY_SAFETENSORS}")

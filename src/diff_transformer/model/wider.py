@@ -33,9 +33,11 @@ def wider(model: Any, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]), model.device:  # also on the meta device
         torch.manual_seed(seed)
         try:
-            made = type(model)(config).to(model.dtype)
+            made = type(model)(config)
         except ValueError as error:
             raise ValueError(f"{name} cannot get more heads: {first_line(error)}") from None
+    for parameter in made.parameters():  # made.to() would round the frequencies of the rotary embedding too
+        parameter.data = parameter.data.to(model.dtype)
     if made.num_parameters() == model.num_parameters():
         raise ValueError(f"{name} cannot get more heads: its configuration does not say how wide they are")
     for key, parameter in made.named_parameters():

@@ -104,10 +104,6 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path, name):
     (folder / "config.json").write_text('{"model_type": "llama"}')
     torch.save({"model.norm.weight": torch.zeros(2)}, folder / name)
     refused(folder, f"holds {name} but no .safetensors file. Only safetensors are read")
-    refused(
-        folder,
-        "safetensors.torch.save_file(torch.load(FILE, weights_only=True, map_location='cpu'), ",
-    )
 
 
 def test_a_pickle_beside_safetensors_is_never_opened(llama, tmp_path):
@@ -142,8 +138,10 @@ def test_a_shard_that_is_missing(tmp_path):
 
 
 def test_a_tensor_in_two_files(llama):
-    save_file({"model.norm.weight": torch.zeros(32)}, llama / "a.safetensors")
-    (llama / "model.safetensors").rename(llama / "b.safetensors")
+    (llama / "model.safetensors").rename(llama / "a.safetensors")
+    save_file({"model.norm.weight": torch.zeros(32)}, llama / "b.safetensors")
+    index = {"metadata": {}, "weight_map": {"model.norm.weight": "a.safetensors", "x": "b.safetensors"}}
+    (llama / "model.safetensors.index.json").write_text(json.dumps(index))
     refused(llama, "model.norm.weight is in a.safetensors and in b.safetensors")
 
 

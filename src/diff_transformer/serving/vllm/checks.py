@@ -130,9 +130,14 @@ class CheckedWeights:
     vLLM fuses projections when it loads them, and does not notice when one part is missing.
     """
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool):
-        """``tied``: the head is the embedding, so that it may be there or not."""
-        self.expected = expected
+    def __init__(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool, quantized: bool = False):
+        """Remember what to expect.
+
+        Args:
+            tied: the head is the embedding, so that it may be there or not.
+            quantized: ``X.weight`` may be stored as other tensors of ``X``, such as ``X.weight_packed``.
+        """
+        self.expected, self.quantized = expected, quantized
         self.optional = {"lm_head.weight"} if tied else set()
         self.seen: set[str] = set()
 
@@ -140,6 +145,10 @@ class CheckedWeights:
         """Pass on ``weights``; raise ValueError for a tensor that the model does not have or of another shape."""
         for name, tensor in weights:
             if name.endswith(BUFFERS) or (name in self.optional and name not in self.expected):
+                continue
+            if self.quantized:
+                self.seen |= {name, f"{name.rpartition('.')[0]}.weight"}
+                yield name, tensor
                 continue
             if name not in self.expected:
                 raise ValueError(

@@ -1,7 +1,8 @@
 """What follows vLLM's attention in a layer: lambda, the subtraction and the head norm, in fp32.
 
 Each module has its parameters under their names in a checkpoint. ``finish`` derives from them, once they are loaded,
-what a forward pass needs. Legend as in ``attention.py``.
+what a forward pass needs, in buffers that are saved: ``--load-format sharded_state`` copies a state dict and loads no
+weights. Legend as in ``attention.py``.
 """
 
 import torch
@@ -107,7 +108,7 @@ class LearnedLambda(nn.Module):
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
             nn.Parameter(torch.zeros(head_dim, dtype=torch.float32), requires_grad=False) for _ in range(4)
         )
-        self.register_buffer("negative", torch.tensor(-initial, dtype=torch.float32), persistent=False)
+        self.register_buffer("negative", torch.tensor(-initial, dtype=torch.float32))
 
     def finish(self) -> None:
         first = torch.dot(self.lambda_q1, self.lambda_k1).exp()
@@ -151,7 +152,7 @@ class HeadNorm(nn.Module):
         super().__init__()
         self.width, self.eps, self.gain = width, eps, gain
         self.weight = nn.Parameter(torch.ones(width), requires_grad=False) if has_weight else None
-        self.register_buffer("scaled", torch.full((width,), gain, dtype=torch.float32), persistent=False)
+        self.register_buffer("scaled", torch.full((width,), gain, dtype=torch.float32))
 
     def finish(self) -> None:
         if self.weight is not None:

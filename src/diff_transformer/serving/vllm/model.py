@@ -102,13 +102,11 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
         """
         if getattr(self.config, "published", None):
             loaded = super().load_weights(published.checked(self.config, weights, whole=not self.loaded))
-        elif self.quantized:  # its tensors have other names, which vLLM checks
-            loaded = super().load_weights(weights)
         else:
             with torch.device("meta"):
                 ours = CausalLM(self.config).state_dict()
             names = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-            checked = CheckedWeights(names, tied=self.config.tie_word_embeddings)
+            checked = CheckedWeights(names, tied=self.config.tie_word_embeddings, quantized=self.quantized)
             loaded = super().load_weights(checked.check(weights))
             if not self.loaded:
                 checked.require_all()

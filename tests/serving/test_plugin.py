@@ -1,0 +1,62 @@
+"""The vLLM plugin's own code on fakes of vLLM's classes; tests/vllm runs it in vLLM."""
+
+import importlib
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from diff_transformer import DiffTransformerConfig
+from diff_transformer.serving.vllm.checks import CheckedWeights
+
+SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
+
+
+class ColumnParallelLinear(torch.nn.Linear):
+    def __init__(self, inputs, outputs, bias, quant_config, prefix):
+        super().__init__(inputs, outputs, bias=bias)
+
+    def forward(self, x):
+        return super().forward(x), None
+
+
+@pytest.fixture
+def cores(monkeypatch):
+    """``diff_transformer.serving.vllm.cores`` on fakes."""
+    names = ("vllm", "vllm.model_executor", "vllm.model_executor.layers", "vllm.model_executor.layers.linear")
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    sys.modules[names[-1]].ColumnParallelLinear = ColumnParallelLinear
+    monkeypatch.delitem(sys.modules, "diff_transformer.serving.vllm.cores", raising=False)
+    yield importlib.import_module("diff_transformer.serving.vllm.cores")
+    sys.modules.pop("diff_transformer.serving.vllm.cores")
+
+
+@pytest.mark.parametrize("attention", ["diff", "grouped_diff", "diff_v2", "softmax"])
+def test_a_core_is_whole_in_its_state_dict(cores, attention):
+    """``--load-format sharded_state`` copies a state dict and never calls ``load_weights``."""
+    norm = {"softmax_head_norm": attention == "softmax"}
+    config = DiffTransformerConfig(**SIZES, attention=attention, **norm)
+    torch.manual_seed(0)
+    source, copy = (cores.core_of(config, 1, None, "core") for _ in range(2))
+    for parameter in source.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    source.finish()
+    copy.load_state_dict(source.state_dict())
+    out, hidden = torch.randn(5, config.heads.queries, config.heads.value_dim), torch.randn(5, 32)
+    torch.testing.assert_close(copy(out, hidden), source(out, hidden), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("lost", ["a.q_proj.weight", "a.core.lam.lambda_k2"])
+def test_missing_tensors_of_quantised_weights_are_noticed(lost):
+    expected = {"a.q_proj.weight": (4, 4), "a.k_proj.weight": (4, 4), "a.core.lam.lambda_k2": (2,)}
+    stored = ["a.q_proj.weight_packed", "a.q_proj.weight_scale", "a.k_proj.weight", "a.core.lam.lambda_k2"]
+    for kept, complete in ((stored, True), ([x for x in stored if not x.startswith(lost)], False)):
+        checked = CheckedWeights(expected, tied=False, quantized=True)
+        assert [name for name, _ in checked.check((name, torch.zeros(3)) for name in kept)] == kept
+        if complete:
+            checked.require_all()
+        else:
+            with pytest.raises(ValueError, match=f"lacks 1 of the model's 3 tensors: {lost}"):
+                checked.require_all()
