@@ -19,7 +19,7 @@ def test_loss_slices_against_a_loop():
             return losses
 
     training = np.array([6, 5, 0] * 20 + [1, 2, 3, 7, 8, 9] * 10)  # the pair (6, 5) is known by heart
-    result = evaluate_associative_recall(Fake(), ids, training, vocab_size=10, frequent_share=0.15)
+    result = evaluate_associative_recall(Fake(), ids, training, frequent_share=0.15)
     hits = [losses[0, 3].item(), losses[1, 2].item(), losses[1, 4].item()]  # (1, 2) again; (5, 6) twice again
     assert result.metrics["ar_hit"] == pytest.approx(np.mean(hits))
     assert result.metrics["ar_hit_share"] == pytest.approx(0.3)

@@ -2,11 +2,8 @@
 
 import pytest
 import torch
+import transformers
 from tiny_models import tiny_lm
-from transformers import (
-    MambaConfig,
-    MambaForCausalLM,
-)
 
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, position_losses, read_prefix
@@ -133,9 +130,40 @@ def test_errors():
     with pytest.raises(ValueError, match="1 tokens have no loss"):
         position_losses(lm, [1])
     assert continuation_logprobs(lm, [], []) == []
-    mamba = CausalLM(MambaForCausalLM(MambaConfig(vocab_size=258, hidden_size=16, num_hidden_layers=1)), None, "mamba")
-    with pytest.raises(ValueError, match="MambaForCausalLM returns no cache"):
-        continuation_logprobs(mamba, [[1, 2]], [[[2]]])
+
+
+HYBRIDS = {
+    "Mamba": {},
+    "Jamba": {
+        "attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "num_experts": 2, "mamba_d_state": 4
+    },
+    "MiniMax": {"num_local_experts": 2, "head_dim": 16},
+    "RecurrentGemma": {"attention_window_size": 24, "lru_width": 64, "head_dim": 16, "num_hidden_layers": 3},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_models_with_a_recurrent_state_read_texts_whole(name):
+    """Several tokens over their state are not what one pass gives (huggingface/transformers pull request 46741)."""
+    fields: dict = {
+        "vocab_size": 258, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "pad_token_id": 257, "bos_token_id": 256, "eos_token_id": 256,
+    }  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**fields, **HYBRIDS[name]})
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():
+        parameter.data.mul_(3 if parameter.dim() > 1 else 1)
+    lm = CausalLM(model, byte_tokenizer(), name, batch_size=3)
+    assert not lm.in_parts
+    shared, *rests = draw(1, 40, 5, 9, 5)
+    contexts, continuations = [shared + rest for rest in rests], [draw(2, 1, 4), draw(3, 3), draw(4, 6, 2)]
+    assert read_prefix(lm, shared) is None
+    found = continuation_logprobs(lm, contexts, continuations)
+    for context, choices, values in zip(contexts, continuations, found, strict=True):
+        assert values == pytest.approx([alone(lm, context, tokens) for tokens in choices], abs=2e-4)
+    losses = [-alone(lm, shared[:place], [shared[place]]) for place in range(1, 40)]
+    assert position_losses(lm, shared, chunk=16).tolist() == pytest.approx(losses, abs=2e-4)
 
 
 @pytest.fixture(scope="module")

@@ -216,11 +216,32 @@ def test_generation_in_batches_and_chunks_is_generation_alone(lm, chunk, monkeyp
     assert lm.generate(prompts, 6) == alone
 
 
-def test_generation_is_greedy_whatever_the_checkpoint_prefers(lm):
+PREFERENCES = {
+    "sampling": {"do_sample": True, "temperature": 5.0, "repetition_penalty": 3.0, "top_k": 50},
+    "encoder": {"encoder_repetition_penalty": 5.0},
+    "suppressed": {"suppress_tokens": list(range(200))},
+    "suppressed at first": {"begin_suppress_tokens": list(range(200))},
+    "bias": {"sequence_bias": [[[token], -50.0] for token in range(200)]},
+    "decay": {"exponential_decay_length_penalty": [1, 5.0]},
+    "least": {"min_length": 100},
+    "several": {"num_return_sequences": 2, "do_sample": True},
+    "beams": {"num_beams": 3},
+    "dictionary": {"return_dict_in_generate": True, "output_scores": True},
+    "stop": {"stop_strings": ["e", "a"]},
+    "guidance": {"guidance_scale": 3.0},
+    "lookup": {"prompt_lookup_num_tokens": 3},
+    "time": {"max_time": 1e-4},
+}
+
+
+@pytest.mark.parametrize("preference", PREFERENCES)
+def test_generation_is_greedy_whatever_the_checkpoint_prefers(preference):
+    """A checkpoint's generation_config.json does not decide what an experiment generates (sgl-project/sgl-eval 24)."""
+    lm = CausalLM(make("llama"), byte_tokenizer(), "llama", batch_size=4)
     prompts = ["a prompt", "and one more"]
     expected = lm.generate(prompts, 8)
-    preferred = lm.model.generation_config
-    preferred.do_sample, preferred.temperature, preferred.repetition_penalty, preferred.top_k = True, 5.0, 3.0, 50
+    for name, value in PREFERENCES[preference].items():
+        setattr(lm.model.generation_config, name, value)
     assert lm.generate(prompts, 8) == expected
 
 
@@ -252,6 +273,16 @@ def test_a_tokenizer_without_padding_will_do():
     expected = lm.generate(["one", "another one"], 4)
     tokenizer.pad_token = None
     assert lm.generate(["one", "another one"], 4) == expected
+
+
+def test_a_padding_token_beyond_the_embedding_will_do():
+    """As of a ``[PAD]`` that was added to the tokenizer alone (huggingface/transformers issue 23401)."""
+    tokenizer, lm = byte_tokenizer(), CausalLM(make("gpt2"), byte_tokenizer(), "gpt2")
+    expected = lm.generate(["one", "another one"], 4)
+    tokenizer.add_tokens([f"<{number}>" for number in range(lm.model.config.vocab_size - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[PAD]"})
+    assert tokenizer.pad_token_id == lm.model.config.vocab_size
+    assert CausalLM(lm.model, tokenizer, "gpt2").generate(["one", "another one"], 4) == expected
 
 
 @pytest.mark.parametrize("template", ["<|endoftext|> $A", GLM])

@@ -26,6 +26,8 @@ GOLD = {example.text: example.label for example in TEST}
 class Seen:
     """A cache that holds the tokens themselves."""
 
+    layers = ()
+
     def __init__(self, ids):
         self.ids = ids
 
@@ -60,6 +62,7 @@ class Reader:
     """A model that is a function of the prompt."""
 
     name, tokenizer, batch_size, device, positions = "reader", byte_tokenizer(), 5, torch.device("cpu"), 4096
+    in_parts = True
 
     def __init__(self, answer):
         self.model = Answering(answer)

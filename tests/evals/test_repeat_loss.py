@@ -30,7 +30,7 @@ class Fake:
 
 
 def test_slices_by_hand():
-    result = evaluate_associative_recall(Fake(), IDS, TRAINING, vocab_size=10, frequent_share=0.15)
+    result = evaluate_associative_recall(Fake(), IDS, TRAINING, frequent_share=0.15)
     assert result.eval == "associative_recall"
     # row 0: (1, 2) again at place 4. Row 1: (5, 6) again at 3 and 5; (6, 5) is frequent. Row 2: (7, 7) again at 2 to 5.
     hits = [0.4, 1.3, 1.5, 2.2, 2.3, 2.4, 2.5]
@@ -46,11 +46,11 @@ def test_slices_by_hand():
 
 
 def test_the_threshold_and_n_decide():
-    lenient = evaluate_associative_recall(Fake(), IDS, TRAINING, vocab_size=10, frequent_share=0.2)
+    lenient = evaluate_associative_recall(Fake(), IDS, TRAINING, frequent_share=0.2)
     assert lenient.metrics["ar_hit_share"] == pytest.approx(
         8 / 15
     )  # (6, 5), at 2 and again at 4, is no longer frequent
-    triples = evaluate_associative_recall(Fake(), IDS, TRAINING, vocab_size=10, n=3, frequent_share=0.2)
+    triples = evaluate_associative_recall(Fake(), IDS, TRAINING, n=3, frequent_share=0.2)
     assert [row["ar_hit_count"] for row in triples.rows] == [0, 2, 3]
 
 
@@ -63,13 +63,22 @@ def test_a_slice_without_tokens_is_left_out():
 def test_all_tokens_together_are_the_model_s_loss(family):
     lm = tiny_lm(family, vocab_size=258)
     ids = torch.randint(0, 20, (6, 30), generator=torch.Generator().manual_seed(0))
-    result = evaluate_associative_recall(lm, ids, np.arange(258), vocab_size=258, frequent_share=1.0)
+    result = evaluate_associative_recall(lm, ids, np.arange(258), frequent_share=1.0)
     assert result.metrics["validation"] == pytest.approx(lm.model(ids, labels=ids).loss.item(), abs=1e-5)
     assert 0 < result.metrics["ar_hit_share"] < 1
 
 
+def test_ids_with_gaps_have_the_same_slices():
+    far = np.arange(10) * 7919
+    whole = evaluate_associative_recall(Fake(), IDS, TRAINING, frequent_share=0.15)
+    fake = Fake()
+    fake.token_losses = lambda rows: Fake.token_losses(fake, rows // 7919)
+    spread = evaluate_associative_recall(fake, torch.from_numpy(far[IDS]), far[TRAINING], frequent_share=0.15)
+    assert (spread.rows, spread.metrics) == (whole.rows, whole.metrics)
+
+
 def test_an_interrupted_run_goes_on(tmp_path):
-    options = {"vocab_size": 10, "frequent_share": 0.15}
+    options = {"frequent_share": 0.15}
     whole = evaluate_associative_recall(Fake(), IDS, TRAINING, **options)
 
     def stop(part, done, total):

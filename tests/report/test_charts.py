@@ -163,6 +163,21 @@ def test_text_of_results_cannot_leave_the_drawing():
     assert json.loads(json.dumps(tips(category_chart("c", [attack], values))))
 
 
+@pytest.mark.parametrize("strange", ["\x1b[0m", "\x01", "\x08", "\x0b", "\x7f", "\ud800", "\uffff"])
+def test_characters_that_svg_cannot_hold_are_replaced(strange):
+    """Some of them end the interpreter in vl-convert (SIGABRT)."""
+    name = f"arc{strange}"
+    for chart in (
+        line_chart(name, [Line(name, [(1, 1.0), (2, 2.0)], "diff", end_label=name)], x_label=name, x_ticks=[(1, name)]),
+        category_chart(name, [name], {"diff": [{0: 1.0}]}, x_label=name, names={"diff": name}),
+        row_chart(name, [Row(name, "diff", {0: 1.0})], x_label=name),
+        heat_map(name, [name], [name], lambda r, c: 0.5, lambda r, c: name, x_label=name, y_label=name),
+    ):
+        drawn = inline(chart)
+        assert "arc\ufffd" in drawn
+        assert strange[0] not in drawn
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [

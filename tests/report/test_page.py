@@ -13,6 +13,7 @@ from rich.console import Console
 from diff_transformer.durable import DiskError
 from diff_transformer.report import ResultsError, load_results, write_report
 from diff_transformer.report.claims import interval, render_claims, two
+from diff_transformer.report.figures import losses
 from diff_transformer.report.page import render_page
 
 SECTIONS = ["loss", "lambda", "recall", "needles", "allocation", "explorer", "outliers", "slices", "throughput"]
@@ -24,6 +25,16 @@ def sections(page: str) -> list[str]:
 
 def test_page_has_every_section_in_order(results):
     assert sections(render_page(results)) == ["claims", *SECTIONS, "method", "caveats"]
+
+
+def test_a_figure_that_fails_is_named_and_the_others_are_drawn(results, monkeypatch):
+    def broken(shown):
+        raise ZeroDivisionError("no <steps>")
+
+    monkeypatch.setattr(losses, "build", broken)
+    page = render_page(results)
+    assert sections(page) == ["claims", *SECTIONS[1:], "method", "caveats"]
+    assert "This figure cannot be drawn: ZeroDivisionError: no &lt;steps&gt;" in page
 
 
 def test_the_note_of_an_experiment_stands_at_its_figure(results):

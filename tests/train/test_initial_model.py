@@ -1,5 +1,6 @@
 """The model that a run starts with."""
 
+import copy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -275,6 +276,20 @@ def test_another_tokenizer_is_refused(config, trained):
     other = initial(config, trained.folder, "data.tokenizer=bytes")
     with pytest.raises(ValueError, match=r"was trained with another tokenizer; set data.tokenizer="):
         build_model(other, load_training_data(other).tokenizer)
+
+
+def test_a_padding_token_that_the_model_does_not_embed_is_left_out(config, trained, tmp_path):
+    """As of a ``[PAD]`` that was added to the tokenizer alone (huggingface/transformers issue 23401)."""
+    tokenizer, size = copy.deepcopy(trained.tokenizer), trained.model.config.vocab_size
+    tokenizer.add_tokens([f"<{number}>" for number in range(size - len(tokenizer))])
+    tokenizer.add_special_tokens({"pad_token": "[NEW]"})
+    assert tokenizer.pad_token_id == size
+    trained.model.save_pretrained(tmp_path / "m")
+    tokenizer.save_pretrained(tmp_path / "m")
+    run = initial(config, tmp_path / "m", f"data.tokenizer={tmp_path / 'm'}")
+    data = load_training_data(run)
+    assert data.validation.max() < size
+    assert build_model(run, data.tokenizer).config.pad_token_id is None
 
 
 def test_a_run_that_says_nothing_of_its_model_is_refused():

@@ -291,7 +291,7 @@ def test_data_that_does_not_fit(config, assignment, message, tmp_path):
     config = override(config, [assignment, "train.steps=1"])
     if message is None:
         config = override(config, ["model.vocab_size=100"])
-        message = "has ids up to 257, model.vocab_size is 100; set model.vocab_size to at least 258"
+        message = "have ids up to 256, model.vocab_size is 100; set model.vocab_size to at least 257"
     with pytest.raises((ValueError, FileNotFoundError), match=message):
         train(config, tmp_path / "run")
 

@@ -90,7 +90,7 @@ def test_another_end_of_text_makes_other_tokens(monkeypatch, tmp_path):
 
 def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders):
     for change, message in [
-        ("model.vocab_size=289", "has 290 tokens, model.vocab_size is 289; set model.vocab_size to at least 290"),
+        ("model.vocab_size=288", "ids up to 289, model.vocab_size is 288; set model.vocab_size to at least 290"),
         ("data.max_bytes=1000", "prepared folders are read as a whole; set data.max_bytes=null"),
         ("data.upsample_length=100000", "has 100000 tokens or more; set data.upsample_length lower"),
         ("data.length=90000", "the validation side of .*foxes has .* less than one row of 90000"),

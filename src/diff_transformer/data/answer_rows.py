@@ -16,7 +16,7 @@ Made = tuple["list[int] | np.ndarray", list[tuple[int, int]]]  # the tokens of a
 
 
 class AnswerRows(ABC):
-    """Rows of ``length`` tokens; row i is a pure function of (seed, i). Pad tokens without a loss fill a row.
+    """Rows of ``length`` tokens; row i is a pure function of (seed, i). Ends of text without a loss fill a row.
 
     Args:
         length: tokens a row.
@@ -25,8 +25,7 @@ class AnswerRows(ABC):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, length: int, seed: int, answer_loss_only: bool):
         self.tokenizer, self.length, self.seed, self.answer_loss_only = tokenizer, length, seed, answer_loss_only
-        pad = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._pad = 0 if pad is None else pad
+        self._pad = tokenizer.eos_token_id or 0
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""

@@ -7,7 +7,7 @@ import json
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -129,6 +129,23 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
 def ids_of(tokenizer: PreTrainedTokenizerFast) -> int:
     """One more than the largest id: more than ``len(tokenizer)`` where ids have gaps."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def ids_in_rows(tokenizer: PreTrainedTokenizerFast) -> int:
+    """One more than the largest id that rows of text hold.
+
+    The spelling of a special token is text there, so a row has none of them but those that begin or end a text. A model
+    need not embed the others, such as a ``[PAD]`` that was added to the tokenizer later.
+    """
+    in_rows = {tokenizer.unk_token_id, tokenizer.eos_token_id, *leading_ids(tokenizer)}
+    never = set(tokenizer.all_special_ids) - in_rows
+    return max(token for token in tokenizer.get_vocab().values() if token not in never) + 1
+
+
+def special_tokens_of(tokenizer: PreTrainedTokenizerFast, vocab_size: int) -> dict[str, Any]:
+    """The fields of a model's configuration for its special tokens; None for those that it does not embed."""
+    ids = {name: getattr(tokenizer, name) for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    return {name: token if token is not None and token < vocab_size else None for name, token in ids.items()}
 
 
 def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = False) -> np.ndarray:

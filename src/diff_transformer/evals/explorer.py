@@ -23,14 +23,17 @@ _WRITTEN = 6  # tokens that the model continues with
 
 def explorer_entries(lm: CausalLM, filler: Filler | None, config: RunConfig) -> list[dict]:
     """``attention_entry`` of prompts with one needle and with two, one of which is asked for; without ``filler``, of a
-    row of recall as in training."""
+    row of recall as in training. A prompt that is too long for the page in this tokenizer is left out."""
     if filler is None:
         return [_recall_entry(lm, config)]
     options: dict[str, Any] = {"length": min(_LONGEST, config.data.length - 8), "digits": config.data.needles.digits}
     entries = []
     for needles, title in ((1, "One needle"), (2, "Two needles, one asked for")):
         rng = evaluation_rng(config.evaluation.seed, "explorer")
-        example = make_needle_example(rng, filler, lm.tokenizer, needles=needles, queries=1, depth=0.25, **options)
+        try:
+            example = make_needle_example(rng, filler, lm.tokenizer, needles=needles, queries=1, depth=0.25, **options)
+        except ValueError:
+            continue
         (span,) = token_spans(lm.tokenizer, example.prompt, example.answer_spans)
         ids = encode(lm.tokenizer, example.prompt)
         entries.append(attention_entry(lm, ids, title=title, answer=example.expected_completion, answer_span=span))

@@ -1,4 +1,4 @@
-"""Exact log-probabilities of token sequences. Each token is read once.
+"""Exact log-probabilities of token sequences. Each token is read once, where the model can read a text in parts.
 
     contexts        shared tokens | rest of context 0 | its continuations
                                   | rest of context 1 | its continuations
@@ -6,7 +6,7 @@
 
 Only contexts of equal length share a batch, and continuations are padded on the right, so padding never precedes a
 scored token. Every causal model therefore gives the same result as for the whole sequence alone, whatever its
-positions, window or mask.
+positions, window or mask. Models without ``CausalLM.in_parts`` read every sequence whole.
 """
 
 import copy
@@ -41,8 +41,10 @@ class Prefix:
 
 
 @torch.inference_mode()
-def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Prefix:
+def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Prefix | None:
     """Read ``ids`` in chunks of ``chunk`` tokens, so that only the cache grows with the length.
+
+    None for a model that cannot read a text in parts.
 
     Raises:
         ValueError: for no tokens, or more than the model supports.
@@ -51,6 +53,8 @@ def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Pref
     if not len(ids):
         raise ValueError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
     check_length(lm, len(ids), "the context")
+    if not lm.in_parts:
+        return None
     logits, cache = _read(lm, torch.tensor([list(ids)]), None, chunk)
     return Prefix(tuple(ids), cache, logits[0])
 
@@ -90,6 +94,8 @@ def continuation_logprobs(
     )
     check_length(lm, longest, "the longest context with its continuation")
     batch_size = batch_size or rows_at_once(lm, longest)
+    if not lm.in_parts:
+        return _whole(lm, contexts, continuations, batch_size)
     shared = common_prefix(contexts)
     if prefix is None and len(contexts) > 1 and shared:
         prefix = read_prefix(lm, contexts[0][:shared])
@@ -112,7 +118,8 @@ def continuation_logprobs(
 def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, allow_beyond: bool = False) -> Tensor:
     """Negative log-likelihood in nats of ``ids[1:]``, each given all tokens before it: fp32 ``[T - 1]``, on the CPU.
 
-    The text is read in chunks over one cache. Memory is O(T) for the cache, plus the logits of one chunk.
+    The text is read in chunks over one cache. Memory is O(T) for the cache, plus the logits of one chunk. A model that
+    cannot read a text in parts reads it whole.
 
     Args:
         chunk: tokens per forward pass.
@@ -129,6 +136,9 @@ def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, all
     else:
         check_length(lm, len(ids) - 1, "the text")
     tokens = torch.tensor([list(ids)], device=lm.device)
+    if not lm.in_parts:
+        out = lm.model(input_ids=tokens[:, :-1], use_cache=False)
+        return F.cross_entropy(out.logits[0].float(), tokens[0, 1:], reduction="none").cpu()
     losses, cache = [], None
     for start in range(0, tokens.shape[1] - 1, chunk):
         seen = tokens[:, start : min(start + chunk, tokens.shape[1] - 1)]
@@ -155,6 +165,20 @@ def _check_learned_positions(lm: CausalLM, tokens: int) -> None:
                 f"{lm.name} has learned a table of {module.num_embeddings} positions and {tokens} are needed; give a "
                 "smaller length"
             )
+
+
+def _whole(lm: CausalLM, contexts: Sequence, continuations: Sequence, batch_size: int) -> list[list[float]]:
+    """``continuation_logprobs`` with one pass over every sequence, padded on the right."""
+    found = [[0.0] * len(choices) for choices in continuations]
+    places = [(i, j) for i, choices in enumerate(continuations) for j, tokens in enumerate(choices) if len(tokens)]
+    places.sort(key=lambda place: len(contexts[place[0]]) + len(continuations[place[0]][place[1]]))
+    for start in range(0, len(places), batch_size):
+        batch = places[start : start + batch_size]
+        sequences = [torch.tensor([*contexts[i], *continuations[i][j]]) for i, j in batch]
+        losses = lm.token_losses(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)).double()
+        for (i, j), sequence, row in zip(batch, sequences, losses, strict=True):
+            found[i][j] = -row[len(contexts[i]) - 1 : len(sequence) - 1].sum().item()
+    return found
 
 
 def _rest(lm: CausalLM, rests: list[Sequence[int]], prefix: Prefix | None) -> tuple[Tensor, Any]:
@@ -201,15 +225,12 @@ def _score(
 
 
 def _rows(cache: Any, entries: int, rows: list[int], device: torch.device) -> Any:
-    """A new cache with the batch entries ``rows`` of ``cache``, which has ``entries`` of them and stays unchanged."""
-    from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+    """A new cache with the batch entries ``rows`` of ``cache``, which has ``entries`` of them and stays unchanged.
 
-    replaced = (DynamicLayer, DynamicSlidingWindowLayer)  # their update allocates new tensors and leaves the old ones
-    if type(cache) is DynamicCache and all(type(layer) in replaced for layer in cache.layers):
-        copied = copy.copy(cache)
-        copied.layers = [copy.copy(layer) for layer in cache.layers]
-    else:
-        copied = copy.deepcopy(cache)
+    It is the cache of a model with ``in_parts``: an update of its layers allocates new tensors and leaves the old ones.
+    """
+    copied = copy.copy(cache)
+    copied.layers = [copy.copy(layer) for layer in cache.layers]
     if rows != list(range(entries)):
         copied.reorder_cache(torch.tensor(rows, device=device))
     return copied

@@ -5,16 +5,19 @@ Hugging Face causal LM, and on a ten-line fake. ``evals/attention_tap.py`` looks
 """
 
 import inspect
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.evaluation_text import SPLITS, load_rows
 from diff_transformer.data.tokenizer import encode_all, leading_ids
 from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
+from diff_transformer.model.loading import padding_token, plain_defaults
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -46,6 +49,10 @@ class LanguageModel(Protocol):
     def token_losses(self, ids: Tensor) -> Tensor: ...
 
     def last_row_attention(self, ids: Tensor) -> list[Tensor]: ...
+
+
+# The layers of a ``DynamicCache`` that hold keys and values alone.
+KEYS_AND_VALUES = (DynamicLayer, DynamicSlidingWindowLayer)
 
 
 def extend(model: Any, cache: Any, ids: Tensor, **options: Any) -> tuple[Any, Any]:
@@ -92,6 +99,21 @@ class CausalLM:
     def prefix(self) -> list[int]:
         """``leading_ids`` of its tokenizer."""
         return leading_ids(self.tokenizer)
+
+    @cached_property
+    def in_parts(self) -> bool:
+        """True if the model can read a text in several passes over one cache, as it reads it in one.
+
+        The cache must hold keys and values alone. A pass of several tokens over the recurrent state of a hybrid model
+        is not always what one pass over the whole text gives (Jamba, MiniMax), so such models read texts whole.
+        """
+        token = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+        try:
+            with torch.inference_mode():
+                cache = extend(self.model, None, token)[1]
+        except ValueError:
+            return False
+        return type(cache) is DynamicCache and all(type(layer) in KEYS_AND_VALUES for layer in cache.layers)
 
     @torch.inference_mode()
     def generate(self, prompts: list[str], max_new_tokens: int, templated: bool = False) -> list[str]:
@@ -182,28 +204,29 @@ class CausalLM:
         """The model's cache after reading ``ids [B, T]`` in chunks; None if there are no tokens. Computes no logits.
 
         Args:
-            chunk: tokens per forward pass; 2048 if None.
+            chunk: tokens per forward pass; 2048 if None. A model without ``in_parts`` reads all in one pass.
 
         Raises:
             ValueError: for a model without a cache.
         """
         require_positive(chunk=chunk)
         cache = None
-        for part in ids.split(chunk or CHUNK, dim=1) if ids.shape[1] else ():
+        chunk = (chunk or CHUNK) if self.in_parts else ids.shape[1]
+        for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
             cache = extend(self.model.base_model, cache, part.to(self.device))[1]
         return cache
 
     def continued(self, ids: list[list[int]], max_new_tokens: int) -> Tensor:
         """Greedy continuations of one batch: int64 ``[B, new]``."""
         longest = max(map(len, ids))
-        pad = next((i for i in (self.tokenizer.pad_token_id, self.tokenizer.eos_token_id) if i is not None), 0)
+        pad = padding_token(self.model, self.tokenizer)
         inputs = torch.tensor([[pad] * (longest - len(row)) + row for row in ids], device=self.device)
         mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=self.device)
-        out = self.model.generate(
-            input_ids=inputs, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, num_beams=1,
-            repetition_penalty=1.0, no_repeat_ngram_size=0, temperature=None, top_p=None, top_k=None, pad_token_id=pad,
-            prefill_chunk_size=CHUNK if longest > CHUNK else None,
-        )  # fmt: skip
+        with plain_defaults(self.model):
+            out = self.model.generate(
+                input_ids=inputs, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, pad_token_id=pad,
+                prefill_chunk_size=CHUNK if longest > CHUNK and self.in_parts else None,
+            )  # fmt: skip
         return out[:, longest:]
 
 

@@ -61,7 +61,6 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
         lm,
         led(spread_rows(held_out, min(settings.samples, held_out.num_windows)), leading_ids(lm.tokenizer)),
         pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer),
-        vocab_size=len(lm.tokenizer),
         n=settings.ngram,
         frequent_share=settings.frequent_share,
         samples=samples,
@@ -75,7 +74,6 @@ def evaluate_associative_recall(
     ids: Tensor,
     training_tokens: np.ndarray,
     *,
-    vocab_size: int,
     n: int = Settings.ngram,
     frequent_share: float,
     samples: Samples | None = None,
@@ -92,7 +90,8 @@ def evaluate_associative_recall(
     ``ar_hit_share``. ``rows``, one per row of text: ``loss``, and the sum and count of each slice. The provenance holds
     ``n`` and ``frequent_above``, the number of occurrences above which an n-gram is frequent.
     """
-    require_positive(n=n, vocab_size=vocab_size, frequent_share=frequent_share)
+    require_positive(n=n, frequent_share=frequent_share)
+    vocab_size = 1 + max(int(tokens.max(initial=0)) for tokens in (training_tokens, ids.numpy()))
     threshold = round(frequent_share * len(training_tokens))
     frequent = frequent_ngrams(training_tokens, n, threshold=threshold, vocab_size=vocab_size)
 

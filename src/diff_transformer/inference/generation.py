@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from diff_transformer.checks import LOWEST_TEMPERATURE, require_positive, require_seed
-from diff_transformer.model.loading import special_tokens
+from diff_transformer.model.loading import padding_token, plain_defaults
 
 
 @dataclass(frozen=True)
@@ -93,14 +93,12 @@ def generate(
         _check_assistant(model, assistant, settings)
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
     _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
-    ends, rows = _ends(model), model.get_input_embeddings().weight.shape[0]
-    padding = (tokenizer.pad_token_id, tokenizer.eos_token_id, *ends)
-    pad = next((i for i in padding if i is not None and i < rows), 0)  # a tokenizer may have more tokens than the model
+    ends, pad = _ends(model), padding_token(model, tokenizer)
     whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each remainder would be compiled again
     inputs, mask = left_padded(ids, pad, model.device, whole_chunks or 1)
     streamer = None if on_text is None else TextPieces(tokenizer, on_text)
     inference = torch.inference_mode(not settings.compiled)
-    with inference, torch.no_grad(), _seeded(settings.seed, model.device), _plain_defaults(model):
+    with inference, torch.no_grad(), _seeded(settings.seed, model.device), plain_defaults(model):
         out = model.generate(
             input_ids=inputs, attention_mask=mask, pad_token_id=pad, streamer=streamer, assistant_model=assistant,
             **_options(settings, model.device),
@@ -167,22 +165,6 @@ def _options(settings: GenerationSettings, device: torch.device) -> dict[str, An
     if drawn:
         options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     return {**options, **compiled_options(device)} if settings.compiled else options
-
-
-@contextmanager
-def _plain_defaults(model) -> Generator[None]:
-    """Context manager that reduces the model's generation defaults to its special tokens.
-
-    Otherwise ``generate`` would use each other default (``min_p``, ``num_return_sequences``, ...) that a call omits.
-    """
-    from transformers import GenerationConfig
-
-    own = model.generation_config
-    model.generation_config = GenerationConfig(**special_tokens(model))
-    try:
-        yield
-    finally:
-        model.generation_config = own
 
 
 def _ends(model) -> list[int]:

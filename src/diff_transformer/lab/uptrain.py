@@ -27,7 +27,7 @@ from diff_transformer.model.loading import model_path, read_model, read_tokenize
 from diff_transformer.model.saved import require_no_gguf
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.initial_model import SPECIAL_TOKENS, check_trainable
+from diff_transformer.train.initial_model import check_trainable
 from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory, memory_by_recomputation
 
 KINDS = ("diff", "diff_v2")
@@ -204,7 +204,8 @@ def _memory(config: RunConfig, model: DiffTransformerConfig, more: int = 0) -> t
 
 def _fields(config: DiffTransformerConfig) -> dict[str, Any]:
     """All but the tokens that the tokenizer says."""
-    names = [name for name in DiffTransformerConfig.__annotations__ if name not in SPECIAL_TOKENS]
+    special = ("pad_token_id", "bos_token_id", "eos_token_id")
+    names = [name for name in DiffTransformerConfig.__annotations__ if name not in special]
     return {name: getattr(config, name) for name in names if hasattr(config, name)}
 
 

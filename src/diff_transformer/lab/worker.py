@@ -158,7 +158,6 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
             lm,
             rows,
             data.text.tokens(),
-            vocab_size=len(data.tokenizer),
             n=settings.ngram,
             frequent_share=settings.frequent_share,
         )

@@ -253,6 +253,31 @@ def special_tokens(model: Any) -> dict[str, Any]:
     return {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
 
 
+@contextmanager
+def plain_defaults(model: Any) -> Generator[None]:
+    """Context manager that reduces the model's generation defaults to its special tokens.
+
+    Otherwise ``generate`` would use each other default (``min_p``, ``num_return_sequences``, ...) that a call omits.
+    """
+    from transformers import GenerationConfig
+
+    own = model.generation_config
+    model.generation_config = GenerationConfig(**special_tokens(model))
+    try:
+        yield
+    finally:
+        model.generation_config = own
+
+
+def padding_token(model: Any, tokenizer: Any) -> int:
+    """A token that the model can embed, for padding that a mask hides. A tokenizer may have more tokens than the model
+    embeds, such as a ``[PAD]`` that was added later."""
+    ends = model.generation_config.eos_token_id
+    rows = model.get_input_embeddings().weight.shape[0]
+    known = (tokenizer.pad_token_id, tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]))
+    return next((token for token in known if token is not None and token < rows), 0)
+
+
 def label_of(name_or_path: str) -> str:
     """A model's name in results: the last distinctive part of its path (``diff-seed0`` for
     ``members/diff-seed0/run/model``, ``tiny`` for a snapshot of ``acme/tiny`` in the hub's cache)."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from diff_transformer.lab.record import Record
 from diff_transformer.report.figure import Figure, folded
-from diff_transformer.report.figures import IN_ORDER
+from diff_transformer.report.figures import IN_ORDER, build
 from diff_transformer.report.load import load_evals
 from diff_transformer.report.markup import Html, join, number, plural, table, tag
 from diff_transformer.report.models import Measurement, Results, Series, legend_of, models_in, noted
@@ -60,7 +60,7 @@ def _figures(results: Results) -> list[Figure]:
     Experiments without a figure come last, as tables."""
     drawn = {getattr(module, "EVAL", ""): module for module in IN_ORDER}
     names = dict.fromkeys(part.eval for part in results.measurements())
-    made = {name: drawn[name].build(results) for name in drawn if name in names}
+    made = {name: build(drawn[name], results) for name in drawn if name in names}
     figures = {
         name: replace(figure, more=join([figure.more, _tables(results, name)]))
         for name, figure in made.items()

@@ -5,11 +5,13 @@ import json
 import math
 import re
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 DASH = "–"
 MINUS = "−"
-# Characters that HTML or UTF-8 cannot hold: control characters except tab and newline, and lone surrogates.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
+# Characters that HTML, SVG or UTF-8 cannot hold: control characters except tab and newline, lone surrogates, U+FFFE and
+# U+FFFF.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")
 
 
 class Html(str):
@@ -19,11 +21,20 @@ class Html(str):
         return Html(str(self) + str(escape(other)))
 
 
+def printable(value: Any) -> Any:
+    """``value``, a text or lists and dictionaries of texts, with U+FFFD for each character that a page cannot hold."""
+    if isinstance(value, str):
+        return _UNPRINTABLE.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {key: printable(of) for key, of in value.items()}
+    return [printable(of) for of in value] if isinstance(value, list | tuple) else value
+
+
 def escape(value: object) -> Html:
     """The HTML of any value; text is data and is escaped, Html passes."""
     if isinstance(value, Html):
         return value
-    return Html(html.escape(_UNPRINTABLE.sub("\ufffd", str(value)), quote=True))
+    return Html(html.escape(printable(str(value)), quote=True))
 
 
 def join(parts, between: str = "") -> Html:

@@ -10,7 +10,7 @@ from diff_transformer.checks import require_extra
 from diff_transformer.durable import replacing, require_writable
 from diff_transformer.report.claims import bears_on, claim_links, claims_section, other_claims
 from diff_transformer.report.comparison import load_comparison
-from diff_transformer.report.figures import IN_ORDER
+from diff_transformer.report.figures import IN_ORDER, build
 from diff_transformer.report.load import ResultsError, check_results
 from diff_transformer.report.markup import Html, escape, join, tag
 from diff_transformer.report.method import caveats_section, first_screen, method_section, sentence
@@ -67,7 +67,7 @@ def render_page(results: Results | dict, prompt: dict | None = None) -> str:
     """The whole page as a string. ``prompt``: the typed texts that the page's server accepts; None without a server."""
     shown = of_comparison(results) if isinstance(results, dict) else results
     shown = replace(shown, about={**shown.about, "prompt": prompt})
-    built = [(module.build(shown), getattr(module, "EVAL", "")) for module in IN_ORDER]
+    built = [(build(module, shown), getattr(module, "EVAL", "")) for module in IN_ORDER]
     figures = [noted(figure, shown, name) if name else figure for figure, name in built if figure is not None]
 
     def figure_of(claim: dict) -> str | None:

@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.report.markup import Html, escape, tag
+from diff_transformer.report.markup import Html, escape, printable, tag
 
 Chart = dict[str, Any]  # a Vega-Lite specification
 HIT, BREAK = "hit:", "\u2028"  # begins the text of what answers to the pointer; a line break that an attribute keeps
@@ -74,7 +74,7 @@ def _comment(chart: Chart) -> str:
 
 
 def _text(chart: Chart) -> str:
-    return json.dumps(chart | {"config": _CONFIG}, sort_keys=True)
+    return json.dumps(printable(chart) | {"config": _CONFIG}, sort_keys=True)
 
 
 @lru_cache(1024)

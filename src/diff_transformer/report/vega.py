@@ -5,6 +5,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from diff_transformer.report.markup import printable
 from diff_transformer.report.render import BREAK, HIT, Chart
 
 MARKS = {
@@ -53,7 +54,7 @@ def quantitative(
 def tick_label(words: Sequence[object], at: Sequence[tuple[float, str]] | None = None) -> str:
     """A Vega expression for the label of a tick, by its index, or by its index among the values ``at``."""
     place = "datum.value" if at is None else f"indexof({json.dumps([value for value, _ in at])}, datum.value)"
-    return f"{json.dumps(list(words))}[{place}]"
+    return f"{json.dumps(printable(list(words)))}[{place}]"
 
 
 def mark(side: str, size: float, colour: str, *, faint: bool = False) -> dict:

@@ -12,13 +12,13 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diff_transformer.checks import first_line, listed
+from diff_transformer.data.tokenizer import special_tokens_of
 from diff_transformer.train.config import RunConfig, checked_model
 from diff_transformer.train.float8 import check_float8
 from diff_transformer.train.weights import check_weights
 
 # which the loss here does not apply
 _AFTER_THE_HEAD = ("final_logit_softcapping", "logit_scale", "logits_scaling", "lm_head_multiplier")
-SPECIAL_TOKENS = ("pad_token_id", "bos_token_id", "eos_token_id")
 
 
 def check_model(config: RunConfig) -> None:
@@ -202,7 +202,7 @@ def start_model(config: RunConfig, tokenizer) -> Start:
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     initial = None if config.train.initial_model is None else load_initial_model(config, tokenizer)
-    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    special = special_tokens_of(tokenizer, vocabulary_size(config))
     settings = DiffTransformerConfig(**{**special, **config.model}) if initial is None else initial.config
     _check_length(settings, config)
     if initial is not None:
@@ -255,7 +255,7 @@ def load_initial_model(config: RunConfig, tokenizer):
             )
         return read_model(folder, dtype=torch.float32)
     fields = {name: getattr(saved, name) for name in DiffTransformerConfig.__annotations__ if hasattr(saved, name)}
-    special = {name: getattr(tokenizer, name) for name in SPECIAL_TOKENS}
+    special = special_tokens_of(tokenizer, saved.vocab_size)
     settings = DiffTransformerConfig(**{**fields, **special, **config.model})
     model, found = read_model(
         folder, DiffTransformerForCausalLM, config=settings, dtype=torch.float32, output_loading_info=True

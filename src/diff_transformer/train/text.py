@@ -16,7 +16,7 @@ from diff_transformer.data.mixture import RowSource, WeightedCorpora, apportion
 from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.prepare.folder import is_prepared, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
-from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
+from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash
 from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.ranks import is_first
 
@@ -149,10 +149,10 @@ def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> Pre
                 f"data.tokenizer {data.tokenizer!r} has hash {asked}, {folders[0]} was prepared with a tokenizer of "
                 f"hash {hashes[folders[0]]}; leave data.tokenizer at 'bpe' to use the folder's own, or prepare again"
             )
-    size = read_manifest(folders[0])["tokenizer"]["size"]
+    size = ids_in_rows(tokenizer)
     if size > vocab_size:
         raise ValueError(
-            f"the tokenizer of {folders[0]} has {size} tokens, model.vocab_size is {vocab_size}; set model.vocab_size "
+            f"texts of {folders[0]} have ids up to {size - 1}, model.vocab_size is {vocab_size}; set model.vocab_size "
             f"to at least {size}"
         )
     return tokenizer

@@ -26,7 +26,7 @@ from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.shot_source import ShotSource
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import LabelledSet
-from diff_transformer.data.tokenizer import ids_of, load_tokenizer, tokenizer_of, train_tokenizer
+from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.data_config import NO_CORPUS, DataConfig
 from diff_transformer.train.initial_model import vocabulary_size
@@ -241,11 +241,11 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
         state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
         return tokenizer_of(state)
     tokenizer = load_tokenizer(data.tokenizer)
-    size = ids_of(tokenizer)
+    size = ids_in_rows(tokenizer)
     if size > vocab_size:
         raise ValueError(
-            f"the tokenizer {data.tokenizer!r} has ids up to {size - 1}, model.vocab_size is {vocab_size}; set "
-            f"model.vocab_size to at least {size}"
+            f"texts in the tokenizer {data.tokenizer!r} have ids up to {size - 1}, model.vocab_size is {vocab_size}; "
+            f"set model.vocab_size to at least {size}, or give the tokenizer of train.initial_model"
         )
     return tokenizer
 

@@ -63,12 +63,13 @@ def _over_training(seeds: dict[int, Layers], count: int) -> Chart:
     lines = []
     every = max(1, -(-count // 10))
     for layer in range(count):
-        runs = [bucketed(layers[layer], 40) for layers in seeds.values()]
+        runs = [layers[layer] for layers in seeds.values()]
         colour = shade(layer, count)
         if len(runs) > 1:
-            lines += [Line("", run, thin=True, colour=colour) for run in runs]
+            lines += [Line("", bucketed(run, 40), thin=True, colour=colour) for run in runs]
         named = f"layer {layer + 1}" if layer % every == 0 or layer == count - 1 else ""
-        lines.append(Line(f"layer {layer + 1}", averaged(runs), colour=colour, read=True, end_label=named))
+        middle = bucketed(averaged(runs), 40)
+        lines.append(Line(f"layer {layer + 1}", middle, colour=colour, read=True, end_label=named))
     values = [v for line in lines for _, v in line.points]
     limits = (min(0.0, *values) - 0.03, max(1.0, *values) + 0.06)
     guides = [(1.0, "1: alarm above"), (0.0, "0: alarm below")]

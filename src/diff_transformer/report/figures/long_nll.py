@@ -76,8 +76,8 @@ def _chart(models: list[Series], positions: list[int]) -> Chart:
 
 
 def ticks(positions: list[int]) -> list[tuple[float, str]]:
-    """Powers of two, at most nine of them, with 1024 written 1K."""
-    powers = [n for n in positions if n & (n - 1) == 0]
+    """Powers of two, at most nine of them, with 1024 written 1K; without any, the positions themselves."""
+    powers = [n for n in positions if n & (n - 1) == 0] or positions
     kept = powers[:: -(-len(powers) // 9)]
     return [(float(n), f"{n // 1024}K" if n >= 1024 else str(n)) for n in kept]
 

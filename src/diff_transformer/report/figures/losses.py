@@ -80,12 +80,14 @@ def _last(curves: Curves) -> dict[str, dict[int, float]]:
 def _chart(name: str, curves: Curves, styles: dict[str, str], marks: bool = False) -> Chart:
     lines: list[Line] = []
     for side, by_seed in curves.items():
-        seeds = {seed: bucketed(points) for seed, points in by_seed.items()}
-        several = len(seeds) > 1
-        if several and len(curves) <= len(PAIR) + 1:  # a line a seed of more models cannot be told apart
-            lines += [Line(f"{name_of(side)} seed {s}", p, styles[side], thin=True) for s, p in seeds.items()]
-        title = f"{name_of(side)}{f', mean of {len(seeds)} seeds' if several else ''}"
-        lines.append(Line(title, averaged(list(seeds.values())), styles[side], marks=marks, read=True))
+        several = len(by_seed) > 1
+        mean_line = bucketed(averaged(list(by_seed.values())))  # as long as the shortest seed
+        if several and (len(curves) <= len(PAIR) + 1 or not mean_line):  # more lines cannot be told apart
+            lines += [
+                Line(f"{name_of(side)} seed {s}", bucketed(p), styles[side], thin=True) for s, p in by_seed.items()
+            ]
+        title = f"{name_of(side)}{f', mean of {len(by_seed)} seeds' if several else ''}"
+        lines.append(Line(title, mean_line, styles[side], marks=marks, read=True))
     return line_chart(
         f"{name} of the models over training steps", lines, x_label="training step", y_range=_frame(lines)
     )
