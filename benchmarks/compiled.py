@@ -87,7 +87,7 @@ def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple
     shared = Dv == D  # the V2 form: both maps have the same keys
     call = Call(q, q, q, None if shared else q.clone(), v, lam, scale=0.125, is_causal=True)
     table = table_of(capability, dtype)
-    saved, planned = forward.plan_forward(call, True, table)
+    (_, *saved), planned = forward.plan_forward(call, True, table)
     found = {"forward": planned}
     for form, one_pass in (("two passes", False), ("one pass", True)):
         found[form] = backward.plan_backward(call, v, saved, one_pass, table)[1]

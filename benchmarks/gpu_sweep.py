@@ -74,7 +74,7 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
                     device=device, drawn_on=device, requires_grad=False)  # fmt: skip
     call = Call(*x, scale=width**-0.5, is_causal=True, window=min(1024, length // 2) if features else None)
     table = HOPPER if tile is None or isinstance(tile, dict) else HOPPER | {kernel: {(width, 2 * width): (tile,)}}
-    saved, planned = forward.plan_forward(call, True, table)
+    (_, *saved), planned = forward.plan_forward(call, True, table)
     with ExitStack() as stack:
         if kernel.startswith("gluon "):
             module = gluon_forward if kernel == "gluon forward" else gluon_backward

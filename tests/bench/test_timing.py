@@ -1,7 +1,9 @@
+from contextlib import contextmanager
+
 import pytest
 import torch
 
-from diff_transformer.bench import timing
+from diff_transformer.bench import record, timing
 
 
 def test_functions_take_turns_there_and_back():
@@ -58,6 +60,15 @@ class Device:
     def __init__(self, monkeypatch):
         self.now, self.log = 0.0, []
         device = self
+        self.current = "cuda:0"
+
+        @contextmanager
+        def on(name):
+            before, self.current = self.current, name
+            yield
+            self.current = before
+
+        monkeypatch.setattr(torch.cuda, "device", on)
 
         class Event:
             def __init__(self, enable_timing):
@@ -65,6 +76,7 @@ class Device:
 
             def record(self):
                 self.at = device.now
+                assert device.current == "cuda:1"
 
             def synchronize(self):
                 device.log.append("wait")
@@ -87,17 +99,31 @@ class Device:
         monkeypatch.setattr(timing.torch, "empty", empty)
 
     def spend(self, milliseconds, what):
+        assert self.current == "cuda:1"
         self.now += milliseconds
         self.log.append(what)
 
 
-def test_events_measure_the_run_alone_on_a_cold_cache(monkeypatch):
+def test_events_measure_the_run_alone_on_a_cold_cache_of_its_gpu(monkeypatch):
     device = Device(monkeypatch)
     runs = {"a": lambda: device.spend(2.0, "a"), "b": lambda: device.spend(3.0, "b")}
-    times = timing.interleaved_times(runs, repeats=2, device="cuda", warmup=0)
+    times = timing.interleaved_times(runs, repeats=2, device="cuda:1", warmup=0)
     assert times["a"].median == pytest.approx(0.002)
     assert times["b"].median == pytest.approx(0.003)
     turn = ["flush", "sleep", "a", "flush", "sleep", "b"]
     assert device.log[:6] == turn
     assert device.log.count("wait") == 4
     assert device.log.index("wait") == 6  # the host waits once all of a turn are queued
+
+
+def test_a_benchmark_runs_on_its_gpu(monkeypatch):
+    """Waits for the device and captured graphs are on the current one."""
+    device = Device(monkeypatch)
+
+    def rows():
+        yield {"on": device.current}
+        yield {"on": device.current}
+
+    found = record.collect("attention", rows(), {"device": "cuda:1"})
+    assert found["rows"] == [{"on": "cuda:1"}] * 2
+    assert device.current == "cuda:0"

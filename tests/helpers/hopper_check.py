@@ -42,6 +42,7 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
             compiled = run(launches, device)
             wait(device)
             refuse_faults(compiled)
+            results = results[0].transpose(1, 2), *results[1:]
             for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
                 if name != "out" and not need_gradient:
                     continue
@@ -63,7 +64,7 @@ def compare_gradients(device: torch.device, D: int, dtype: torch.dtype, is_causa
         k2 = None if given.k2 is given.k1 else given.k2
         call = Call(*given[:3], k2, *given[4:], scale=scale, is_causal=is_causal)
         with torch.no_grad():
-            saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()]
+            saved = [exact for exact, _ in expected_results(*given, is_causal=is_causal, scale=scale).values()][1:]
             saved = [x.to(dtype) for x in saved[:2]] + [x.float() for x in saved[2:]]
             results, launches = plan_backward(call, dout, saved)
             compiled = run(launches, device)[1:]  # the first adds up rows, by plain Triton
@@ -122,7 +123,7 @@ def expected_gradients(
 def expected_results(
     q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor, *, is_causal: bool, scale: float
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Expected results of ``attend_forward``: the exact value (fp64) and, for out and out2, the eager formula's."""
+    """Expected results of ``attend_forward``: the exact value (fp64) and, for outputs, the eager formula's."""
     H, T, S = q1.shape[1], q1.shape[2], k1.shape[2]
     q2, k1, k2, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q2, k1, k2, v))
     seen = position_mask(T, S, is_causal, None, q1.device)
@@ -133,9 +134,12 @@ def expected_results(
         outs.append((scores - lse.unsqueeze(-1)).exp().nan_to_num(0) @ v.double())
         lses.append((lse * math.log2(math.e)).masked_fill(lse == -math.inf, math.inf))
     eager = eager_diff_attention(q1, q2, k1, k2, v, lam, is_causal=is_causal, scale=scale)
-    eager2 = eager_diff_attention(q2, q2, k2, k2, v, torch.zeros_like(lam), is_causal=is_causal, scale=scale)
-    difference = outs[0] - lam.double() * outs[1]
-    return {"out": (difference, eager), "out2": (outs[1], eager2), "lse1": (lses[0], None), "lse2": (lses[1], None)}
+    eager1, eager2 = (
+        eager_diff_attention(q, q, k, k, v, torch.zeros_like(lam), is_causal=is_causal, scale=scale)
+        for q, k in ((q1, k1), (q2, k2))
+    )
+    expected = {"out": (outs[0] - lam.double() * outs[1], eager), "out1": (outs[0], eager1), "out2": (outs[1], eager2)}
+    return expected | {"lse1": (lses[0], None), "lse2": (lses[1], None)}
 
 
 def wait(device: torch.device) -> None:

@@ -10,6 +10,7 @@ from diff_transformer.model.inputs import Packing, Visible, split_documents, tak
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.model.softmax import SoftmaxCore
+from diff_transformer.ops import softmax_calls
 from diff_transformer.ops.softmax_calls import packed_attention
 
 END = 0
@@ -128,6 +129,21 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
     ((_, given, options),) = calls
     assert given == (heads if version == "with groups" else 4)
     assert options["window_size"] == (-1 if window is None else 4, 0)
+
+
+def test_the_baseline_repeats_where_algorithms_must_be_deterministic(monkeypatch, varlen):
+    """The backward of PyTorch's packed attention does not: then each document is a call of its own."""
+    calls = varlen()
+    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: ("flash", "efficient"))
+    q = torch.randn(1, 2, 20, 8, dtype=torch.bfloat16)
+    visible = Visible(None, True, None, Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13))
+    outs = []
+    for deterministic in (False, True):
+        torch.use_deterministic_algorithms(deterministic)
+        outs.append(SoftmaxCore().attend_documents(q, q, q, None, visible))
+        assert len(calls) == 1
+    torch.use_deterministic_algorithms(False)
+    torch.testing.assert_close(*outs, rtol=0.02, atol=0.02)
 
 
 def test_packed_attention_gives_only_what_pytorch_takes(monkeypatch):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_maps
+from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_maps, diff_attention_varlen
 from diff_transformer.testing import make_inputs
 
 X = make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5, Hn=4, requires_grad=False)
@@ -144,6 +144,16 @@ def test_causal_flags_of_numpy_and_of_a_compiler():
     assert torch.equal(compiled(*short), diff_attention(*short))
 
 
+@pytest.mark.parametrize("number", [np.float32, np.float64, np.int64], ids=str)
+def test_numbers_of_numpy(number):
+    x = make_inputs(T=6, D=3, requires_grad=False)
+    options = {"is_causal": True, "window": np.int32(3), "scale": number(2)}
+    expected = diff_attention(*x[:5], 1.0, is_causal=True, window=3, scale=2.0)
+    assert torch.equal(diff_attention(*x[:5], number(1), **options), expected)
+    with pytest.raises(TypeError, match="window is a float64; give an int or None"):
+        diff_attention(*x, is_causal=True, window=np.float64(3))
+
+
 @pytest.mark.parametrize(
     "lam",
     [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(4, 1, 1), torch.rand(2, 1, 6, 1)],
@@ -165,12 +175,23 @@ def test_accepted_mask_shapes(shape, backend):
     torch.testing.assert_close(diff_attention(*X, attn_mask=mask, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "sdpa", "reference"])
+@pytest.mark.parametrize("backend", ["blockwise", "sdpa", "reference", "triton"])
 def test_a_window_longer_than_any_row_and_a_scale_below_fp32(backend):
-    x = make_inputs(1, 2, 40, 8)
-    whole = diff_attention(*x, is_causal=True, backend=backend)
-    for window in (40, 2**62, 2**63 - 1, 2**63, 10**30):
-        assert torch.equal(diff_attention(*x, is_causal=True, window=window, backend=backend), whole)
+    """Positions plus a window just below 2**31 do not fit 32 bits."""
+    x, ends = make_inputs(1, 2, 40, 8), torch.tensor([0, 11, 40], dtype=torch.int32)
+    rows, lengths = [y[0].transpose(0, 1) for y in x], torch.tensor([3])
+    newest = [y[:, :, :8].detach() for y in x[:2]]
+
+    def results(**window):
+        out = diff_attention(*x, is_causal=True, backend=backend, **window)
+        packed = diff_attention_varlen(*rows, ends, ends, 29, 29, is_causal=True, backend=backend, **window)
+        cached = diff_attention_decode(*newest, *x[2:5], 0.3, lengths=lengths, backend=backend, **window)
+        return out, packed, cached, *torch.autograd.grad(out.sum() + packed.sum(), x)
+
+    whole = results()
+    for window in (40, 2**31 - 1, 2**31, 2**63 - 1, 10**30):
+        for value, expected in zip(results(window=window), whole, strict=True):
+            torch.testing.assert_close(value, expected, rtol=1e-5, atol=1e-6)
     for scale in (1e-50, -1e-45):
         out, flat = (diff_attention(*x, scale=s, backend=backend) for s in (scale, 0.0))
         assert torch.equal(out, flat)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 
-from diff_transformer.ops import available_backends, diff_attention, diff_attention_maps
+from diff_transformer.ops import available_backends, diff_attention, diff_attention_maps, diff_attention_varlen
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 
@@ -202,6 +202,27 @@ def test_gradient_of_the_output_may_be_broadcast(backend):
     out = diff_attention(*x, is_causal=True, backend="reference")
     for value, exact in zip(summed, torch.autograd.grad(out, x, torch.ones_like(out)), strict=True):
         assert_within_budget(value, exact)
+
+
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa", "triton"], indirect=True)
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_output_can_be_changed_in_place(backend, packed):
+    x = make_inputs(B=1, H=2, T=9, D=8)
+    ends = torch.tensor([0, 4, 9], dtype=torch.int32)
+
+    def attend():
+        if not packed:
+            return diff_attention(*x, is_causal=True, backend=backend)
+        rows = (y[0].transpose(0, 1) for y in x)
+        return diff_attention_varlen(*rows, ends, ends, 5, 5, is_causal=True, backend=backend)
+
+    dout = torch.randn(attend().shape)
+    expected = torch.autograd.grad(attend() * 2, x, dout)
+    out = attend()
+    out *= 2
+    for gradient, exact in zip(torch.autograd.grad(out, x, dout), expected, strict=True):
+        assert torch.equal(gradient, exact)
+    torch.nn.functional.dropout(attend(), 0.5, training=True, inplace=True).sum().backward()
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "blockwise in PyTorch", "sdpa"], indirect=True)

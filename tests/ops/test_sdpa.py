@@ -128,6 +128,18 @@ def test_every_plan_is_right(plan, keys, call):
         assert_within_budget(actual, exact)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_a_mask_that_is_cast_keeps_finite_values_finite(dtype):
+    """finfo.min of a wider dtype is -inf in the queries'; a row of it would be hidden, and known to nobody."""
+    wide = torch.float64 if dtype == torch.float32 else torch.float32
+    mask = torch.zeros(1, 1, 4, 4, dtype=wide)
+    mask[..., 0, :], mask[..., 1, :2] = torch.finfo(wide).min, float("-inf")
+    q = torch.zeros(1, 1, 4, 8, dtype=dtype)
+    cast, _ = softmax_calls.mask_and_flag(4, 4, False, None, mask, None, q, True)
+    assert cast.dtype == dtype
+    assert torch.equal(cast == float("-inf"), mask == float("-inf"))
+
+
 def test_softmax_attention_compiles_with_symbolic_heads():
     """As a model has them that is compiled for a second batch size: their number is computed from it."""
     q, k = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8)

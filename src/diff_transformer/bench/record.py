@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from diff_transformer.bench.timing import on_device
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 
@@ -106,20 +107,21 @@ def collect(
     out: Path | None = None,
     on_row: Callable[[dict], None] | None = None,
 ) -> dict:
-    """Collect a generator of rows to {"benchmark": name, "rows": [...], "provenance": {...}}.
+    """Collect a generator of rows, run on facts["device"], to {"benchmark": name, "rows": [...], "provenance": {...}}.
 
     {"unfinished": reason} is not a row: it sets the record's field of that name. ``out`` is written after every row.
     """
     record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**facts)}
     save(record, out)
-    for row in rows:
-        if "unfinished" in row:
-            record["unfinished"] = row["unfinished"]
-        else:
-            record["rows"].append(row)
-            if on_row is not None:
-                on_row(row)
-        save(record, out)
+    with on_device(facts.get("device", "cpu")):
+        for row in rows:
+            if "unfinished" in row:
+                record["unfinished"] = row["unfinished"]
+            else:
+                record["rows"].append(row)
+                if on_row is not None:
+                    on_row(row)
+            save(record, out)
     return record
 
 

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -48,20 +49,27 @@ class WallClock:
         return measured
 
 
+def on_device(device: str | torch.device) -> AbstractContextManager:
+    """Context manager that makes a GPU the current one, on whose stream events, waits and graphs are."""
+    return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
+
+
 class EventClock:
     """CUDA events around a run. First it overwrites the L2 cache and lets the device wait until the run is queued."""
 
     def __init__(self, device: str | torch.device = "cuda"):
+        self.device = device
         cache = torch.cuda.get_device_properties(device).L2_cache_size
         self.cold = torch.empty(4 * cache, dtype=torch.uint8, device=device)
 
     def start(self, run: Callable[[], object]):
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self.cold.zero_()
-        torch.cuda._sleep(HEAD_START)
-        begin.record()
-        run()
-        end.record()
+        with on_device(self.device):
+            self.cold.zero_()
+            torch.cuda._sleep(HEAD_START)
+            begin.record()
+            run()
+            end.record()
         return begin, end
 
     def read(self, measured) -> float:

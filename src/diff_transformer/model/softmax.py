@@ -10,7 +10,7 @@ from diff_transformer.model.cores import Core, concatenate_rows
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops.api import diff_attention_maps
-from diff_transformer.ops.softmax_calls import packed_attention, softmax_attention
+from diff_transformer.ops.softmax_calls import packed_attention, packs, softmax_attention
 
 
 class SoftmaxCore(Core):
@@ -41,12 +41,13 @@ class SoftmaxCore(Core):
     ) -> Tensor:
         """``attend`` within each packed document, ``[B * T, n, d]``; ``of_keys`` as in ``DiffCore``.
 
-        One call of FlashAttention's packed form on CUDA, else one call for each document.
+        One call of FlashAttention's packed form on CUDA, else one call for each document, and so where algorithms must
+        be deterministic: the packed form's backward is not.
         """
         documents, alone = visible.documents, visible._replace(documents=None)
         assert documents is not None
         rows = [concatenate_rows(x) for x in (q, k, v)]
-        if self.backend in ("sdpa", "flash") and q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if self.backend in ("sdpa", "flash") and packs(q):
             (bounds, longest), (bounds_k, longest_k) = documents, of_keys or documents
             options = bounds, bounds_k, longest, longest_k, visible.is_causal, visible.window
             return packed_attention(rows[0], rows[1], rows[2], *options)

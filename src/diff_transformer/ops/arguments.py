@@ -2,6 +2,8 @@
 
 import math
 from contextlib import AbstractContextManager, nullcontext
+from numbers import Integral, Real
+from typing import Any
 
 import numpy as np
 import torch
@@ -10,7 +12,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-LONGEST = 2**31  # tokens; kernels add to a window in 64 bits
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale that kernels can divide by
 
 
@@ -43,22 +44,50 @@ def _autocast_enabled(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def check_options(is_causal: bool, window: int | None, scale: float | None) -> None:
-    """Raise for a scale or a window of another type or out of range, or a window without is_causal."""
-    if scale is not None and (isinstance(scale, bool) or not isinstance(scale, int | float)):
-        raise TypeError(f"scale is a {type(scale).__name__}; give a number or None")
-    if scale is not None and not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
-        raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
-    if window is not None:
-        if isinstance(window, bool) or not isinstance(window, int):
-            raise TypeError(f"window is a {type(window).__name__}; give an int or None")
-        if window < 1:
-            raise ValueError(f"window is {window}; give at least 1 (the query's own position) or None")
-        if not is_causal:
-            raise ValueError(
-                f"window={window} without is_causal=True; a window counts back from the query's own position. "
-                "Set is_causal=True, or give another band as a boolean attn_mask"
-            )
+def real(name: str, x: Any, accepted: str) -> float:
+    """A number of Python or NumPy as a float; raises TypeError for anything else, booleans included."""
+    if type(x) is float:
+        return x
+    if isinstance(x, bool) or not isinstance(x, Real):
+        raise TypeError(f"{name} is a {type(x).__name__}; give {accepted}")
+    return float(x)
+
+
+def integer(name: str, x: Any, accepted: str = "an int") -> int:
+    """An integer of Python or NumPy, or a symbolic one, as an int; raises TypeError for anything else."""
+    if type(x) is int or isinstance(x, torch.SymInt):
+        return x
+    if isinstance(x, bool) or not isinstance(x, Integral):
+        raise TypeError(f"{name} is a {type(x).__name__}; give {accepted}")
+    return int(x)
+
+
+def check_options(
+    is_causal: bool, window: int | None, scale: float | None, lengths: tuple[int, int], width: int
+) -> tuple[int | None, float]:
+    """The window, at most as long as the longer of ``lengths`` (queries, keys), and the scale of ``width``.
+
+    A longer window hides nothing, and kernels add positions to it in 32 bits. Raises for a scale or a window of
+    another type or out of range, and for a window without is_causal.
+    """
+    if scale is None:
+        scale = width**-0.5
+    else:
+        scale = real("scale", scale, "a number or None")
+        if not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
+            raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
+        scale = scale if abs(scale) >= SMALLEST else 0.0
+    if window is None:
+        return None, scale
+    window = integer("window", window, "an int or None")
+    if window < 1:
+        raise ValueError(f"window is {window}; give at least 1 (the query's own position) or None")
+    if not is_causal:
+        raise ValueError(
+            f"window={window} without is_causal=True; a window counts back from the query's own position. "
+            "Set is_causal=True, or give another band as a boolean attn_mask"
+        )
+    return min(window, max(1, *lengths)), scale
 
 
 def check_head_counts(H: int, Hn: int, G: int) -> None:
@@ -139,9 +168,8 @@ def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
     B, H, T, _ = q1.shape
     dtype = torch.promote_types(q1.dtype, torch.float32)
     if not isinstance(lam, Tensor):
-        if isinstance(lam, bool) or not isinstance(lam, int | float):
-            raise TypeError(f"lam is a {type(lam).__name__}; give a float or a tensor")
-        return torch.full((1, 1, 1, 1), float(lam), dtype=dtype, device=q1.device).expand(B, H, T, 1)
+        lam = real("lam", lam, "a float or a tensor")
+        return torch.full((1, 1, 1, 1), lam, dtype=dtype, device=q1.device).expand(B, H, T, 1)
     if not lam.is_floating_point():
         raise TypeError(f"lam has dtype {lam.dtype}; give a floating-point tensor (float32 is what is computed with)")
     if lam.device != q1.device and lam.dim() > 0:

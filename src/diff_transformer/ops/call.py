@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.arguments import (
-    LONGEST,
-    SMALLEST,
     autocast_inputs,
     check_options,
     check_tensors,
@@ -91,11 +89,10 @@ def check(
     q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     if not passes_fast_check(q1, q2, k1, k2, v):
         check_tensors(q1, q2, k1, k2, v)
-    check_options(is_causal, window, scale)
+    T, D, S = q1.shape[2], q1.shape[3], k1.shape[2]
+    window, scale = check_options(is_causal, window, scale, (T, S), D)
     lam = lam_for_every_row(lam, q1)
-    attn_mask = four_dimensional_mask(attn_mask, q1, k1.shape[2])
-    window = None if window is None else min(window, LONGEST)
-    scale = q1.shape[3] ** -0.5 if scale is None else float(scale) if abs(scale) >= SMALLEST else 0.0
+    attn_mask = four_dimensional_mask(attn_mask, q1, S)
     return of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend=backend)
 
 

@@ -32,10 +32,19 @@ def position_mask(T: int, S: int, is_causal: bool, window: int | None, device: t
 def apply_masks(scores: Tensor, seen: Tensor | None, attn_mask: Tensor | None) -> Tensor:
     """Scores with -inf wherever ``seen`` or a boolean ``attn_mask`` is False; an additive ``attn_mask`` is added."""
     if attn_mask is not None and attn_mask.dtype != torch.bool:
-        scores = scores + attn_mask.to(scores.dtype)
+        scores = scores + cast_mask(attn_mask, scores.dtype)
     elif attn_mask is not None:
         seen = attn_mask if seen is None else seen & attn_mask
     return scores if seen is None else scores.masked_fill(~seen, float("-inf"))
+
+
+def cast_mask(attn_mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """An additive attn_mask in another dtype, in which values that were finite stay finite."""
+    cast = attn_mask.to(dtype)
+    if torch.finfo(dtype).max >= torch.finfo(attn_mask.dtype).max:
+        return cast
+    lowest = torch.finfo(dtype).min
+    return torch.where(attn_mask == float("-inf"), cast, cast.clamp_min(lowest))
 
 
 def one_mask(seen: Tensor | None, attn_mask: Tensor | None) -> Tensor | None:

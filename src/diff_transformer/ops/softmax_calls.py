@@ -28,7 +28,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diff_transformer.ops.arguments import active_transform
 from diff_transformer.ops.call import Call, Documents, in_dtype, replace, with_noise_head_for_each_mask
-from diff_transformer.ops.masking import fully_masked_rows, one_mask, position_mask
+from diff_transformer.ops.masking import cast_mask, fully_masked_rows, one_mask, position_mask
 from diff_transformer.ops.reference import attention_map
 
 # Softmax attention of queries [B, heads, T, width] and keys [B, G, S, width] to values [B, G, S, their width].
@@ -239,11 +239,8 @@ def plans(call: Call) -> list[SdpaPlan]:
 
 
 def packed_plans(call: Call) -> list[SdpaPlan]:
-    """The plans that ``varlen_attn`` takes for packed documents; none on a CPU and in fp32, for example.
-
-    Its backward adds in any order, so there is none under torch.use_deterministic_algorithms either.
-    """
-    if call.v.dtype not in _HALF or torch.version.hip is not None or torch.are_deterministic_algorithms_enabled():
+    """The plans that ``varlen_attn`` takes for packed documents; none where it does not work (``packs``)."""
+    if not packs(call.v):
         return []
     offered = plans(replace(call, attn_mask=None, is_causal=False, window=None))
     return [plan for plan in offered if plan.kernel == "flash" and plan.width % 8 == 0]
@@ -318,10 +315,17 @@ def mask_and_flag(
         return None, True
     mask = one_mask(position_mask(T, S, is_causal, window, q.device), attn_mask)
     if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
+        mask = cast_mask(mask, q.dtype)
     if mask is not None and fully_masked is not None:
         mask = mask | fully_masked if mask.dtype == torch.bool else mask.masked_fill(fully_masked, 0)
     return mask, False
+
+
+def packs(x: Tensor) -> bool:
+    """True if ``packed_attention`` takes tensors like x here, and repeats where algorithms must be deterministic."""
+    if x.dtype not in _HALF or torch.are_deterministic_algorithms_enabled():
+        return False
+    return "flash" in kernels_of(x.device.type, x.device.index) and torch.version.hip is None
 
 
 def packed_attention(
@@ -331,6 +335,7 @@ def packed_attention(
     """softmax(q k^T scale) v within each document by PyTorch's ``varlen_attn``, [total_q, heads, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
+    window = None if window is None else min(window, len(k))
     options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
     if q.shape[1] != k.shape[1]:
         if varlen_takes_groups():

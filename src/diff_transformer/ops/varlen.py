@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from diff_transformer.ops.arguments import autocast_off, broadcasts
+from diff_transformer.ops.arguments import autocast_off, broadcasts, integer
 from diff_transformer.ops.backends import BACKENDS, resolve, takes_packed
 from diff_transformer.ops.call import Call, Documents, check, is_empty, replace, zeros
 
@@ -140,9 +140,7 @@ def check_bounds(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, 
         raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; give [documents + 1]")
     if cu_seqlens.device != x.device:
         raise ValueError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
-    if isinstance(max_seqlen, bool) or not isinstance(max_seqlen, int | torch.SymInt):
-        raise TypeError(f"{max_name} is a {type(max_seqlen).__name__}; give an int")
-    if max_seqlen < (1 if len(x) else 0):
+    if integer(max_name, max_seqlen) < (1 if len(x) else 0):
         raise ValueError(f"{max_name} is {max_seqlen}; give the length of the longest document")
 
 

@@ -303,24 +303,27 @@ class Run:
 def deterministic_algorithms(wanted: bool) -> Generator[None]:
     """Context manager in which PyTorch's operators repeat bit for bit, if ``wanted``; it warns where one cannot.
 
-    Attention does without cuDNN, whose backward does not repeat, and takes two passes in ours.
+    PyTorch's attention does without cuDNN and flash, whose backward does not repeat (flash's does not with warn_only).
     """
     if not wanted:
         yield
         return
     before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic
-    filling, cudnn = memory.fill_uninitialized_memory, torch.backends.cuda.cudnn_sdp_enabled()
+    cuda, filling = torch.backends.cuda, memory.fill_uninitialized_memory
+    cudnn, flash = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix product starts
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = False
-    torch.backends.cuda.enable_cudnn_sdp(False)
+    cuda.enable_cudnn_sdp(False)
+    cuda.enable_flash_sdp(False)
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0], warn_only=before[1])
         memory.fill_uninitialized_memory = filling
-        torch.backends.cuda.enable_cudnn_sdp(cudnn)
+        cuda.enable_cudnn_sdp(cudnn)
+        cuda.enable_flash_sdp(flash)
 
 
 def refuse_other_rows(folder: Path, data: TrainingData) -> None:

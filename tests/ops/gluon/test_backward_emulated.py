@@ -22,7 +22,9 @@ from diff_transformer.ops.gluon import backward, forward
 from diff_transformer.ops.gluon.backward import attend_backward
 from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
 from diff_transformer.ops.gluon.bwd_dq import bwd_dq
+from diff_transformer.ops.gluon.forward import descriptor
 from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
+from diff_transformer.ops.gluon.support import unsupported_by_tma
 from diff_transformer.ops.triton import backward_form, operator
 from diff_transformer.ops.triton.launching import INTERPRETED
 
@@ -49,7 +51,8 @@ def problem(inputs, is_causal, scale=None):
     inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
     dtype = inputs.v.dtype
     dout = torch.randn(B, H, T, inputs.v.shape[3], generator=torch.Generator().manual_seed(1)).to(dtype)
-    saved = [exact for exact, _ in hopper_check.expected_results(*inputs, is_causal=is_causal, scale=scale).values()]
+    results = hopper_check.expected_results(*inputs, is_causal=is_causal, scale=scale)
+    saved = [exact for exact, _ in results.values()][1:]
     outputs = torch.float32 if inputs.k1.shape[2] == 1 else dtype
     saved = [saved[0].to(outputs), saved[1].to(outputs), saved[2].float(), saved[3].float()]
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
@@ -143,15 +146,24 @@ def test_gradients_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, seed):
         assert torch.equal(one, other)
 
 
-def test_the_gradient_of_a_sum_has_no_strides_and_is_copied(monkeypatch):
+@pytest.mark.parametrize("what", ["a sum's, without strides", "begins 2 bytes beyond a multiple of 16"])
+def test_a_gradient_that_tma_cannot_read_is_copied(monkeypatch, what):
     emulate(monkeypatch)
     arguments, _ = problem(inputs_of("65 rows"), FULL)
     call, dout, saved = arguments
-    ones = torch.ones_like(dout)
-    expected = attend_backward(call, ones, saved)
-    expanded = ones[:1, :1, :1, :1].expand_as(ones)
-    for one, other in zip(expected, attend_backward(call, expanded, saved), strict=True):
+    dout = torch.ones_like(dout)
+    unread = dout[:1, :1, :1, :1].expand_as(dout)
+    if what.startswith("begins"):
+        unread = dout.new_ones(dout.numel() + 1)[1:].view(dout.shape)
+        assert unread.data_ptr() % 16 == 2
+    monkeypatch.setattr(backward, "descriptor", lambda x, rows: descriptor(require_readable(x), rows))
+    for one, other in zip(*(attend_backward(call, given, saved) for given in (dout, unread)), strict=True):
         assert torch.equal(one, other)
+
+
+def require_readable(x):
+    assert unsupported_by_tma(x) is None
+    return x
 
 
 @pytest.mark.parametrize("form", ["two_pass", "one_pass"])

@@ -123,7 +123,7 @@ def launches(capability, dtype, widths, case) -> list:
     documents = None if cu_seqlens is None else Documents(cu_seqlens, cu_seqlens)
     call = replace(call, k2=k2, attn_mask=attn_mask, documents=documents)
     need_gradient, table = form.get("need_gradient", True), table_of(capability, DTYPES[dtype])
-    saved, launches = forward.plan_forward(call, need_gradient, table)
+    (_, *saved), launches = forward.plan_forward(call, need_gradient, table)
     if need_gradient:
         launches += backward.plan_backward(call, saved[0], saved, form.get("one_pass", False), table)[1]
     return [describe(launch) for launch in launches]

@@ -22,12 +22,20 @@ def attend(call: Call, *rest) -> Tensor:
     if call.v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return attend(in_dtype(call, torch.float32)).half()
     if not call.gradients and _is_plain(call):
-        return _implementation(call).forward(call)
-    return forward(*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale)
+        out = _unwritten(call)
+        _implementation(call).forward(call, out.transpose(1, 2))
+        return out.transpose(1, 2)
+    return forward(*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale).transpose(1, 2)
 
 
 def _implementation(call: Call):
     return native if native.supports(call) else in_torch
+
+
+def _unwritten(call: Call) -> Tensor:
+    """Memory for the output, [B, T, H, Dv]."""
+    B, H, T, _ = call.q1.shape
+    return call.v.new_empty(B, T, H, call.v.shape[3])
 
 
 def _is_plain(call: Call) -> bool:
@@ -54,9 +62,11 @@ def forward(
     window: int | None,
     scale: float,
 ) -> Tensor:
-    """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
+    """[B, T, H, Dv], contiguous and no view, so that the output can be changed in place."""
     call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    return _implementation(call).forward(call)
+    out = _unwritten(call)
+    _implementation(call).forward(call, out.transpose(1, 2))
+    return out
 
 
 @torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
@@ -81,7 +91,7 @@ def backward(
 @forward.register_fake
 def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
     B, H, T, _ = q1.shape
-    return v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+    return v.new_empty(B, T, H, v.shape[-1])
 
 
 @backward.register_fake
@@ -95,7 +105,7 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, dout):
-    gradients = backward(dout, *ctx.saved_tensors, ctx.is_causal, ctx.window, ctx.scale)
+    gradients = backward(dout.transpose(1, 2), *ctx.saved_tensors, ctx.is_causal, ctx.window, ctx.scale)
     return (*gradients, None, None, None, None)
 
 

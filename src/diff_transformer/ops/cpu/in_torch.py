@@ -189,10 +189,10 @@ def accumulate(total: Tensor, a: Tensor, b: Tensor, alpha: float = 1.0) -> None:
         total.add_(torch.bmm(a.mT, b), alpha=alpha)
 
 
-def forward(call: Call) -> Tensor:
-    """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
-    division, H, v = Division(call, backward=False), call.q1.shape[1], call.v
-    out = v.new_zeros(division.B, division.T, H, v.shape[-1]).transpose(1, 2)
+def forward(call: Call, out: Tensor) -> None:
+    """Write the output to ``out``, [B, H, T, Dv]."""
+    division = Division(call, backward=False)
+    out.zero_()
     for at in division.chunks():
         chunk = Chunk(division, at, call)
         out_chunk = out.unflatten(1, (division.G, division.r))[at]
@@ -202,7 +202,6 @@ def forward(call: Call) -> Tensor:
             rows = torch.bmm(difference, chunk.v[:, block.first : block.last])  # [c, r * R, Dv]
             out_rows = out_chunk[..., block.start : block.stop, :]
             out_rows.copy_(rows.view(out_rows.shape))
-    return out
 
 
 def backward(call: Call, dout: Tensor) -> tuple[Tensor, ...]:

@@ -59,18 +59,16 @@ def supports(call: Call) -> bool:
     return usual and q1.shape[-1] <= MAX_D and v.shape[-1] <= MAX_DV and library() is not None
 
 
-def forward(call: Call) -> Tensor:
-    """[B, H, T, Dv], laid out in memory as [B, T, H, Dv]."""
+def forward(call: Call, out: Tensor) -> None:
+    """Write the output to ``out``, [B, H, T, Dv]."""
     q1, q2, k1, k2, v, lam = call.inputs
-    B, H, T, _ = q1.shape
-    out = v.new_empty(B, T, H, v.shape[-1]).transpose(1, 2)
+    _, H, T, _ = q1.shape
     few_rows = H // k1.shape[1] * T <= MAX_DECODE_ROWS
     multiply = int(q1.dtype == torch.bfloat16) if few_rows else multiply_of(q1, "forward")
     rows = forward_rows(q1, k1, v, call.window)
     packed = pack((q1, q2, k1, k2, v, out), multiply, lam, call, rows)
     function, workspace = prepare("decode" if few_rows else "forward", packed)
     refuse_failure(function(packed.problem, packed.multiply, _aligned(workspace)))
-    return out
 
 
 def backward(call: Call, dout: Tensor) -> tuple[Tensor, ...]:

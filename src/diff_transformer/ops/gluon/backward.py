@@ -28,7 +28,7 @@ def attend_backward(
     Args:
         call: as in ``attend_forward``.
         dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
-        saved: out, out2, lse1 and lse2, the results of the forward with need_gradient.
+        saved: out1, out2, lse1 and lse2, results of the forward with need_gradient.
 
     Returns:
         dq1 [B, H, T, D], dq2 [B, Hn, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B,
@@ -57,12 +57,12 @@ def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tu
     if reason is not None:
         raise ValueError(reason)
     q1, q2, k1, k2, v, lam = call.q1, call.q2, call.k1, call.k2, call.v, call.lam
-    out, out2, lse1, lse2 = saved
-    if unsupported_by_tma(dout) is not None:  # for example the gradient of a sum, whose strides are 0
-        dout = dout.contiguous()
+    out1, out2, lse1, lse2 = saved
+    if unsupported_by_tma(dout) is not None:  # strides of 0, as the gradient of a sum has, or a start between 16 bytes
+        dout = dout.clone(memory_format=torch.contiguous_format)
     B, H, T, D = q1.shape
     G, S = v.shape[1:3]
-    (delta1, lam_delta2, dlam), of_statistics = plan_statistics(dout, out, out2, lam)
+    (delta1, lam_delta2, dlam), of_statistics = plan_statistics(dout, out1, out2, lam)
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
     shared = H // q2.shape[1]  # signal heads of a noise head; each writes its share of dq2, in fp32

@@ -38,17 +38,17 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, x.shape[3], x.dtype))
 
 
-def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Differential attention on a Hopper GPU: (out, out2, lse1, lse2).
+def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Differential attention on a Hopper GPU: (out, out1, out2, lse1, lse2).
 
     Args:
         call: bfloat16 or float16; D is 128 and Dv 256; no mask, window or documents. Any scale.
-        need_gradient: whether the backward needs out2, lse1 and lse2; otherwise they are empty.
+        need_gradient: whether the backward needs out1, out2, lse1 and lse2; otherwise they are empty.
 
     Returns:
-        out [B, H, T, 2 D] and out2 = softmax(q2 k2^T scale) v, both in the dtype of v and in memory [B, T, H, 2 D];
-        lse1 and lse2 [B, H, T], float32, in base 2: log2(sum(exp2(scores scale log2 e))). A fully masked row has out 0
-        and lse +inf.
+        out [B, T, H, 2 D] in the dtype of v; out1 = softmax(q1 k1^T scale) v and out2, [B, H, T, 2 D] in the same
+        memory layout; lse1 and lse2 [B, H, T], float32, in base 2: log2(sum(exp2(scores scale log2 e))). A fully masked
+        row has out 0 and lse +inf.
 
     Raises:
         ValueError: tensors that the kernel does not take.
@@ -58,7 +58,7 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Ten
     return results
 
 
-def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
     """The results of ``attend_forward``, not yet computed, and what computes them."""
     reason = unsupported_shapes(call)
     if reason is not None:
@@ -70,18 +70,19 @@ def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor,
         q1, q2 = -q1, -q2
     base2 = max(abs(scale) * math.log2(math.e), 1e-30)  # not 0: 0 times the -inf of hidden keys would be NaN
     out = v.new_empty(B, T, H, Dv)
-    out2 = v.new_empty(B, T, H, Dv) if need_gradient else out  # the kernel writes O2 to memory in any case
+    out1, out2 = (v.new_empty(B, T, H, Dv) if need_gradient else out for _ in "12")  # O2 goes to memory in any case
     lse1, lse2 = (torch.empty((B, H, T) if need_gradient else 0, dtype=torch.float32, device=v.device) for _ in "12")
     first_keys = descriptor(k1, KEYS)
     stride_lam_b, stride_lam_h, stride_lam_t = call.lam.stride()[:3]
     arguments = {
         "q1": descriptor(q1, ROWS), "q2": descriptor(q2, ROWS), "k1": first_keys,
-        "k2": first_keys if k2 is None else descriptor(k2, KEYS), "v": descriptor(v, KEYS), "out": out, "out2": out2,
-        "lse1": lse1, "lse2": lse2, "lam": call.lam, "stride_lam_b": stride_lam_b, "stride_lam_h": stride_lam_h,
+        "k2": first_keys if k2 is None else descriptor(k2, KEYS), "v": descriptor(v, KEYS), "out": out,
+        "out1": out1, "out2": out2, "lse1": lse1, "lse2": lse2, "lam": call.lam,
+        "stride_lam_b": stride_lam_b, "stride_lam_h": stride_lam_h,
         "stride_lam_t": stride_lam_t, "T": T, "S": S, "H": H, "signal_per_noise": H // q2.shape[1],
         "signal_per_kv": H // v.shape[1], "scale": base2, "ROWS": ROWS, "BN": KEYS, "D": D, "DV": Dv,
         "STAGES": STAGES, "CAUSAL": call.is_causal, "SAVE": need_gradient, **OPTIONS,
     }  # fmt: skip
     launch = Launch(fwd_sequential, (math.ceil(T / (2 * ROWS)) * B * H,), arguments)
-    out2 = out2.transpose(1, 2) if need_gradient else v.new_empty(0)
-    return (out.transpose(1, 2), out2, lse1, lse2), [launch]
+    out1, out2 = (x.transpose(1, 2) if need_gradient else v.new_empty(0) for x in (out1, out2))
+    return (out, out1, out2, lse1, lse2), [launch]

@@ -103,7 +103,7 @@ def consumer(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
          STAGES: gl.constexpr, CAUSAL: gl.constexpr, SAVE: gl.constexpr, INDEX: gl.constexpr):  # fmt: skip
     """A consumer warpgroup: the second map, then the first, then their difference."""
     q_full, full, empty = bars
-    out, out2, lse1, lse2, lam_at = pointers
+    out, out1, out2, lse1, lse2, lam_at = pointers
     b, h, row0, tiles = place
     ROWS: gl.constexpr = q_s.shape[3]
     BN: gl.constexpr = k_s.shape[3]
@@ -127,6 +127,8 @@ def consumer(q_s, k_s, v_s, bars, pointers, lam_strides, place, T, S, H, scale,
             gl.store(out2 + offsets, acc.to(v_s.dtype), mask=inside)
         else:
             acc = finalize(acc, m, l, lse1 + statistics, rows, T, OL, SAVE)
+            if SAVE:
+                gl.store(out1 + offsets, acc.to(v_s.dtype), mask=inside)
             second = gl.load(out2 + offsets, mask=inside, other=0.0).to(gl.float32)  # [ROWS, DV]
             lam = gl.expand_dims(load_lam(lam_at, lam_strides, b, h, rows, T), 1)  # [ROWS, 1]
             acc = acc - lam * second
@@ -157,15 +159,15 @@ def producer(descriptors, q_s, k_s, v_s, bars, place, kv_head, noise_head, STAGE
 
 
 @jit(do_not_specialize=FWD_NOT_SPECIALIZED)
-def fwd_sequential(q1, q2, k1, k2, v, out, out2, lse1, lse2, lam, stride_lam_b, stride_lam_h, stride_lam_t,
+def fwd_sequential(q1, q2, k1, k2, v, out, out1, out2, lse1, lse2, lam, stride_lam_b, stride_lam_h, stride_lam_t,
                     T, S, H, signal_per_noise, signal_per_kv, scale,
                     ROWS: gl.constexpr, BN: gl.constexpr, D: gl.constexpr, DV: gl.constexpr, STAGES: gl.constexpr,
                     CAUSAL: gl.constexpr, SAVE: gl.constexpr):  # fmt: skip
     """Grid: cdiv(T, 2 ROWS) * B * H.
 
-    q1 .. v: descriptors of [B, heads, length, width] in blocks [1, 1, ROWS or BN, width]. out, out2: memory
-    [B, T, H, DV]; lse1, lse2 [B, H, T]; lam [B, H, T] by strides. Without SAVE lse1 and lse2 are not written, and out2
-    may be out.
+    q1 .. v: descriptors of [B, heads, length, width] in blocks [1, 1, ROWS or BN, width]. out, out1, out2:
+    memory [B, T, H, DV]; lse1, lse2 [B, H, T]; lam [B, H, T] by strides. Without SAVE out1, lse1 and lse2 are not
+    written, and out2 may be out.
     """
     b, h, row0 = own_rows(gl.program_id(0), T, H, ROWS)
     tiles = tiles_for(row0, 2 * ROWS, T, S, BN, CAUSAL)
@@ -174,7 +176,7 @@ def fwd_sequential(q1, q2, k1, k2, v, out, out2, lse1, lse2, lam, stride_lam_b, 
     k_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, D], k1.layout)
     v_s = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BN, DV], v.layout)
     bars = forward_barriers(STAGES)
-    pointers = (out, out2, lse1, lse2, lam)
+    pointers = (out, out1, out2, lse1, lse2, lam)
     strides = (stride_lam_b, stride_lam_h, stride_lam_t)
     place = (b, h, row0, tiles)
     kv_head = h // signal_per_kv

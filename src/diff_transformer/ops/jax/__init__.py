@@ -65,7 +65,7 @@ def diff_attention(
     Raises:
         TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts or sizes that do not fit.
     """
-    q1, q2, k1, k2, v, lam, attn_mask, scale = check(
+    q1, q2, k1, k2, v, lam, attn_mask, window, scale = check(
         q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_size
     )
     return attend(q1, q2, k1, k2, v, lam, attn_mask, bool(is_causal), window, scale, block_size, precision)
@@ -89,7 +89,7 @@ def diff_attention_maps(
     Arguments and errors as in ``diff_attention``. Each map is [B, H, T, S] in fp32 (fp64 for fp64 inputs). Rows of the
     difference sum to 1 - lam.
     """
-    q1, q2, k1, k2, _, lam, attn_mask, scale = check(
+    q1, q2, k1, k2, _, lam, attn_mask, window, scale = check(
         q1, q2, k1, k2, None, lam, attn_mask, is_causal, window, scale, None
     )
     return DiffMaps(*maps(q1, q2, k1, k2, lam, attn_mask, bool(is_causal), window, scale, precision))

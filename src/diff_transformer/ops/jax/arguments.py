@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from diff_transformer.ops.arguments import broadcasts, check_head_counts, check_options, flag
+from diff_transformer.ops.arguments import broadcasts, check_head_counts, check_options, flag, integer, real
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
 def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_size):
-    """The canonical arguments (q1, q2, k1, k2, v, lam, attn_mask, scale); raises what ``diff_attention`` documents.
+    """The canonical arguments (q1, q2, k1, k2, v, lam, attn_mask, window, scale).
+
+    Raises what ``diff_attention`` documents.
 
     lam is 4-dimensional and broadcasts to [B, H, T, 1], in fp32 (fp64 for fp64 inputs). attn_mask is None or
     4-dimensional and broadcasts to [B, H, T, S].
@@ -21,14 +23,12 @@ def check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, block_siz
     _check_shapes(arrays)
     q1 = arrays["q1"]
     flag("is_causal", is_causal)
-    check_options(is_causal, window, scale)
-    if block_size is not None and (isinstance(block_size, bool) or not isinstance(block_size, int)):
-        raise TypeError(f"block_size is a {type(block_size).__name__}; give an int or None")
-    if block_size is not None and block_size < 1:
+    lengths = q1.shape[2], arrays["k1"].shape[2]
+    window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
+    if block_size is not None and integer("block_size", block_size, "an int or None") < 1:
         raise ValueError(f"block_size is {block_size}; give at least 1 or None")
-    scale = q1.shape[3] ** -0.5 if scale is None else float(scale)
-    mask = _mask(attn_mask, (*q1.shape[:3], arrays["k1"].shape[2]))
-    return *(arrays[name] for name in ("q1", "q2", "k1", "k2")), arrays.get("v"), _lam(lam, q1), mask, scale
+    tensors = *(arrays[name] for name in ("q1", "q2", "k1", "k2")), arrays.get("v")
+    return *tensors, _lam(lam, q1), _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
 
 
 def _array(name: str, x) -> Array:
@@ -65,9 +65,7 @@ def _lam(lam, q1: Array) -> Array:
     B, H, T, _ = q1.shape
     dtype = jnp.promote_types(q1.dtype, jnp.float32)
     if not isinstance(lam, jax.Array | np.ndarray):
-        if isinstance(lam, bool) or not isinstance(lam, int | float):
-            raise TypeError(f"lam is a {type(lam).__name__}; give a number or an array")
-        return jnp.full((1, 1, 1, 1), lam, dtype)
+        return jnp.full((1, 1, 1, 1), real("lam", lam, "a number or an array"), dtype)
     if not jnp.issubdtype(lam.dtype, jnp.floating):
         raise TypeError(f"lam has dtype {lam.dtype}; give a floating-point array (float32 is what is computed with)")
     given, lam = lam.shape, jnp.asarray(lam).astype(dtype)

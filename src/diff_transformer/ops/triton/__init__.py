@@ -103,9 +103,10 @@ def attend(call: Call, *rest, form: TritonVariant | None = None) -> Tensor:
     rows = [None if x is None else operator.rows_contiguous(x) for x in call[:5]]
     bounds = (None, None) if documents is None else documents[:2]
     variant = call.variant or TritonVariant(bool(_one_pass))
-    return operator.forward(
+    out = operator.forward(
         *rows, call.lam, mask, *bounds, *options, call.scale, bool(call.gradients), variant.one_pass, variant.gluon
     )[0]
+    return out.transpose(1, 2)
 
 
 def takes_packed(call: Call) -> bool:

@@ -4,7 +4,7 @@ With P = P1 - lam P2, delta_i = rowsum(dO * O_i) and O = O1 - lam O2 (all row by
     dV = P^T dO                       dlam = -delta2
     dS1 = P1 (dP - delta1)            dS2 = P2 lam (delta2 - dP)
     dQ_i = scale dS_i K_i             dK_i = scale dS_i^T Q_i
-The maps are recomputed from the saved log-sum-exps; delta1 is rowsum(dO * O) + lam delta2.
+The maps are recomputed from the saved log-sum-exps.
 
 Two passes (the default): bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries.
 Every sum has a fixed order, so results repeat bit for bit. One pass: bwd_dkdv_kernel also adds to dQ in fp32 with
@@ -354,8 +354,8 @@ def launch_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
 
-    ``saved`` has the results of ``plan_forward``. Without k2, the gradient of k1 is the sum over both maps and that
-    of k2 is empty.
+    ``saved`` has the results of ``plan_forward`` after the first. Without k2, the gradient of k1 is the sum over both
+    maps and that of k2 is empty.
     """
     (dq1, dq2, dk1, dk2, dv, dlam), launches = plan_backward(call, dout, saved, one_pass, table_of(call.q1))
     run(launches, call.q1.device)
@@ -372,14 +372,14 @@ def plan_backward(
     one_pass: dq1 and dq2 are sums in fp32, without the factor ``scale``.
     """
     q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
-    out, out2, lse1, lse2 = saved
+    out1, out2, lse1, lse2 = saved
     (T, D), H, HN, (G, S, Dv) = q1.shape[2:], q1.shape[1], q2.shape[1], v.shape[1:]
     dout = rows_contiguous(dout)
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
     mask_by_query = mask_rows != ONE_ROW.value
-    (delta1, lam_delta2, dlam), of_statistics = plan_statistics(dout, out, out2, call.lam)
+    (delta1, lam_delta2, dlam), of_statistics = plan_statistics(dout, out1, out2, call.lam)
     launches = [of_statistics]
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)

@@ -3,7 +3,8 @@
 The fused form (FUSED) keeps an accumulator for each map and reads every tile of V, and of keys that both maps share,
 once. Its registers suffice in half precision up to width 64. The sequential form goes through
 keys and values twice, even if k2 is k1, with one accumulator of twice the rows. It computes the noise map first, writes
-O2 to memory, which the backward needs anyway, and loads it again for the subtraction.
+O2 to memory, which the backward needs anyway, and loads it again for the subtraction. The backward reads O1 and O2, not
+the output, so that callers may change the output in place.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
@@ -220,7 +221,7 @@ def forward_kernel(
 ):  # fmt: skip
     """BLOCK_M queries of one signal head. Tuples, and ``recompute_here``: tiles.py."""
     q1, q2, k1, k2, v, lam_at = inputs
-    out, out2, lse1, lse2 = results
+    out, out1, out2, lse1, lse2 = results
     q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
     out_b, out_h, out_t = result_strides
     T, S, window = lengths
@@ -288,9 +289,11 @@ def forward_kernel(
         o2_out += batch * out_b + head * out_h + row * out_t
 
     here = first + rows < T
+    place_out = batch * out_b + head * out_h + row * out_t
     if SAVE:
         tl.store(lse1 + lse_row + row + rows, log1, mask=here)
-    out += batch * out_b + head * out_h + row * out_t
+        store_tile(out1 + place_out, rows, out_t, T - first, o1a, o1b, VA, VB, DV)
+    out += place_out
     lam_at += batch * lam_strides[0] + head * lam_strides[1] + row * lam_strides[2]
     lam = tl.load(lam_at + rows.to(tl.int64) * lam_strides[2], mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
     # Chunk by chunk, which takes fewer registers. The barriers make the O2 that other threads stored visible.
@@ -307,16 +310,18 @@ def forward_kernel(
 
 def plan_forward(
     call: Call, need_gradient: bool, table: Table
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], list[Launch]]:
-    """(out, softmax(q2 k2^T scale) v, both log-sum-exps in base 2), not yet computed, and what computes them.
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+    """(out, softmax(q1 k1^T scale) v, softmax(q2 k2^T scale) v, both log-sum-exps in base 2), not yet computed, and
+    what computes them.
 
-    The last three are empty unless need_gradient. q1, q2, k1, k2 and v have last strides of 1. Outputs are [B, H, T,
-    Dv] in the dtype of v, in memory [B, T, H, Dv], and log-sum-exps [B, H, T], fp32, +inf for a fully masked row.
+    All but ``out`` are empty unless need_gradient. q1, q2, k1, k2 and v have last strides of 1. ``out`` is [B, T, H,
+    Dv], contiguous, in the dtype of v. Outputs of the maps are [B, H, T, Dv] in the same memory layout. Log-sum-exps
+    are [B, H, T], fp32, +inf for a fully masked row.
     """
     q1, v = call.q1, call.v
     (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
-    out = like_queries(v, B, H, T)
-    out2 = like_queries(v, B, H, T) if need_gradient else v.new_empty(0)
+    out = v.new_empty(B, T, H, Dv)
+    out1, out2 = (like_queries(v, B, H, T) if need_gradient else v.new_empty(0) for _ in range(2))
     lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
     size = tile_size("forward", call, mask_rows != ONE_ROW.value, table)
@@ -324,8 +329,9 @@ def plan_forward(
     DA, DB = chunks(D)
     VA, VB = value_chunks(Dv)
     arguments = {
-        "inputs": call.inputs, "mask": mask, "results": (out, out2, lse1, lse2), "documents": documents,
-        "input_strides": strides(*call.inputs), "mask_strides": mask_strides, "result_strides": out.stride()[:3],
+        "inputs": call.inputs, "mask": mask, "results": (out, out1, out2, lse1, lse2), "documents": documents,
+        "input_strides": strides(*call.inputs), "mask_strides": mask_strides,
+        "result_strides": strides(out.transpose(1, 2))[0],
         "lengths": (T, S, call.window or 0), "factor": call.scale * LOG2_E.value, "tiles": (tiles, sequences * H),
         "recompute_here": 0,
         "H": H, "HN": call.q2.shape[1], "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
@@ -334,4 +340,4 @@ def plan_forward(
         "SAVE": need_gradient, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
     launch = Launch(forward_kernel, (tiles * sequences * H,), arguments | size.options())
-    return (out, out2, lse1, lse2), [launch]
+    return (out, out1, out2, lse1, lse2), [launch]

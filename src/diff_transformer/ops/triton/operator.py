@@ -18,7 +18,7 @@ from diff_transformer.ops.gluon.support import switched_off
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
-from diff_transformer.ops.triton.launching import like_queries, on_device, transposed_like
+from diff_transformer.ops.triton.launching import like_queries, run, transposed_like
 from diff_transformer.ops.triton.launching import rows_contiguous as rows_contiguous
 from diff_transformer.ops.triton.tile_sizes import table_of
 
@@ -42,8 +42,8 @@ def forward(
     need_gradient: bool,
     one_pass: bool,
     by_gluon: bool = True,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """out, softmax(q2 k2^T scale) v, and both log-sum-exps.
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """out, [B, T, H, Dv] in memory, and what the backward needs: the results of ``plan_forward``.
 
     one_pass is for the backward. by_gluon: use Gluon if it can, in the backward too.
     """
@@ -53,9 +53,7 @@ def forward(
         return attend_forward(call, need_gradient)
     _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     results, launches = plan_forward(call, need_gradient, table_of(q1))
-    with on_device(q1.device):
-        for launch in launches:
-            launch.start()
+    run(launches, q1.device)
     return results
 
 
@@ -71,7 +69,7 @@ def backward(
     attn_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
-    out: Tensor,
+    out1: Tensor,
     out2: Tensor,
     lse1: Tensor,
     lse2: Tensor,
@@ -86,7 +84,7 @@ def backward(
     passes = "one pass" if one_pass else "two passes"
     documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
     call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
-    saved = (out, out2, lse1, lse2)
+    saved = (out1, out2, lse1, lse2)
     if by_gluon and _gluon_backward(call, one_pass, passes):
         return attend_backward(call, dout, saved)
     _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
@@ -99,11 +97,10 @@ def _(
     by_gluon=True,
 ):  # fmt: skip
     B, H, T, _ = q1.shape
-    out = like_queries(v, B, H, T)
-    if not need_gradient:
-        return out, v.new_empty(0), q1.new_empty(0, dtype=torch.float32), q1.new_empty(0, dtype=torch.float32)
-    lse1, lse2 = (q1.new_empty((B, H, T), dtype=torch.float32) for _ in range(2))
-    return out, like_queries(v, B, H, T), lse1, lse2
+    out = v.new_empty(B, T, H, v.shape[3])
+    out1, out2 = (like_queries(v, B, H, T) if need_gradient else v.new_empty(0) for _ in range(2))
+    lse1, lse2 = (q1.new_empty((B, H, T) if need_gradient else 0, dtype=torch.float32) for _ in range(2))
+    return out, out1, out2, lse1, lse2
 
 
 @backward.register_fake
@@ -115,7 +112,7 @@ def _(dout, q1, q2, k1, k2, v, lam, *rest):
 
 def _save(ctx, inputs, output):
     *tensors, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass, by_gluon = inputs
-    ctx.save_for_backward(*tensors, *output)
+    ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
     # Read now: the backward follows the switch as it was at its forward.
     ctx.by_gluon = by_gluon and not switched_off("two_pass")
@@ -126,7 +123,7 @@ def _differentiate(ctx, dout, *unused):
         return (None,) * 15
     rest = (ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass, ctx.by_gluon)
     saved = ctx.saved_tensors
-    dq1, dq2, dk1, dk2, dv, dlam = backward(dout, *saved, *rest)
+    dq1, dq2, dk1, dk2, dv, dlam = backward(dout.transpose(1, 2), *saved, *rest)
     return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 9
 
 
