@@ -6,7 +6,7 @@ import pytest
 from tiny_models import spaced_tokenizer
 
 from diff_transformer.data import Document, Filler, byte_tokenizer, evaluation_rng, make_needle_example, parse_numbers
-from diff_transformer.data.needles import CITIES, DEPTHS, completion, draw_facts, question
+from diff_transformer.data.needles import CITIES, DEPTHS, completion, draw_facts, numbers_said, question
 from diff_transformer.data.tokenizer import encode, train_tokenizer
 
 
@@ -231,3 +231,23 @@ def test_errors(filler, tokenizer):
         _example(filler, tokenizer, needles=11, digits=1)
     with pytest.raises(ValueError, match="digits must lie between 1 and 9, got 0"):
         _example(filler, tokenizer, digits=0)
+
+
+@pytest.mark.parametrize(
+    ("answer", "numbers"),
+    [
+        ("Rome has 17 and Oslo has 42.", ["17", "42"]),
+        ("oslo: 42; ROME: 17", ["17", "42"]),
+        ("The magic numbers of Rome and Oslo are 17 and 42, respectively.", ["17", "42"]),
+        ("17 is the magic number of Rome, and 42 that of Oslo.", ["17", "42"]),
+        ("You asked for Rome and Oslo. Oslo has 42, Rome has 17.", ["17", "42"]),
+        ("17 and 42", ["17", "42"]),
+        ("17", ["17", None]),
+        ("Rome is 10, 11, 12, 17.", ["10", None]),
+        ("Paris has 17 and Rome has 5.", ["5", None]),
+        ("The number of Paris is 17.", [None, None]),
+        ("I do not know.", [None, None]),
+    ],
+)
+def test_numbers_said_of_cities(answer, numbers):
+    assert numbers_said(answer, ["Rome", "Oslo"]) == numbers

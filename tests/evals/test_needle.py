@@ -264,12 +264,39 @@ def test_an_instruct_model_is_asked_through_its_template_and_its_numbers_are_sea
         assert row["tokens"] == len(model.tokenizer(prompt)["input_ids"])
     assert result.provenance["asked"] == (
         "asked through the tokenizer's chat template, in the user's words 'Which numbers do {cities} have?', with the "
-        "numbers searched for in the first 32 tokens"
+        "number of each city searched for in the first 32 tokens"
     )
     by_next = evaluate_needle(model, filler, Settings(**SIZES, chat_template=True, wording=wording))
     assert by_next.metrics["n1_r1"] == 0.0  # the first number is another
     wrong = Instruct(lambda prompt: said_in_words(prompt).replace("has ", "has 1"))
     assert evaluate_needle(wrong, filler, Settings(**SIZES, **asking)).metrics["n1_r1"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "score"),
+    [
+        (lambda cities, numbers: " and ".join(numbers), 1.0),  # in the order asked
+        (lambda cities, numbers: " and ".join(numbers[::-1]), 0.0),
+        (lambda cities, numbers: f"{cities[0]} has {numbers[1]}, {cities[1]} has {numbers[0]}.", 0.0),
+        (lambda cities, numbers: ", ".join([*"123456789", *numbers]), 0.0),  # guesses
+        (lambda cities, numbers: f"{cities[0]} has {numbers[0]} and {cities[1]} has 1, 2, {numbers[1]}.", 0.5),
+    ],
+)
+def test_free_answers_are_scored_by_city(filler, answer, score):
+    def generated(prompt):
+        facts = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", prompt))
+        asked = re.findall("|".join(facts), prompt.rsplit("\n", 3)[1])
+        return answer(asked, [facts[city] for city in asked])
+
+    settings = Settings(**{**SIZES, "cells": ((3, 2),)}, chat_template=True, scoring="search")
+    result = evaluate_needle(Instruct(generated), filler, settings)
+    assert result.metrics["n3_r2"] == score
+
+
+def test_an_answer_that_the_prompt_begins_is_scored_by_city_too(filler):
+    finder = Finder(read_out)
+    settings = Settings(**SIZES, scoring="search")
+    assert evaluate_needle(finder, filler, settings).metrics["n3_r2"] == 1.0
 
 
 def test_the_prompt_may_begin_the_answer(filler):

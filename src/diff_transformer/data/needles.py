@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -43,6 +44,7 @@ Tirana Tokyo Toronto Toulouse Trieste Tripoli Tulsa Tunis Turin Turku Uppsala Ut
 Vancouver Varna Venice Verona Vienna Vigo Vilnius Warsaw Wuhan Xian Yerevan Yokohama York Zagreb Zanzibar Zurich
 """
 CITIES: tuple[str, ...] = tuple(_CITY_NAMES.split())
+_CITIES_AND_NUMBERS = re.compile(rf"\b(?:{'|'.join(CITIES)})\b|[0-9]+", re.IGNORECASE)
 NEEDLE = " The magic number of {city} is {number}."
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FITTING_ATTEMPTS = 8
@@ -114,6 +116,38 @@ def parse_numbers(text: str, count: int) -> list[str | None]:
     """
     numbers: list[str | None] = list(re.findall(r"[0-9]+", text.lstrip().split("\n", 1)[0])[:count])
     return numbers + [None] * (count - len(numbers))
+
+
+def numbers_said(text: str, cities: Sequence[str]) -> list[str | None]:
+    """The number that a free answer says of each of ``cities``; None for a city without one.
+
+    Cities and numbers are read in pairs: the i-th of some cities with the i-th of the numbers right after them ("Rome
+    has 17", "Rome and Oslo have 17 and 42"). If that does not give every city a number, they are read with the numbers
+    before them ("17 is Rome's"). An answer that names no city gives its numbers in the order asked. Every city has one
+    number, so more guesses do not raise a score.
+    """
+    words = [match[0].lower() for match in _CITIES_AND_NUMBERS.finditer(text)]
+    if all(word.isdigit() for word in words):
+        return [*words[: len(cities)], *[None] * (len(cities) - len(words))]
+    names = [city.lower() for city in cities]
+    readings = [_pairs(words), _pairs(words[::-1])]
+    numbers = next((pairs for pairs in readings if pairs.keys() >= {*names}), readings[0])
+    return [numbers.get(name) for name in names]
+
+
+def _pairs(words: Sequence[str]) -> dict[str, str]:
+    """The number of each city in ``words``, cities and numbers of which the numbers come last."""
+    pairs: dict[str, str] = {}
+    cities: list[str] = []
+    for is_number, group in groupby(words, str.isdigit):
+        if not is_number:
+            cities = list(group)
+            continue
+        numbers = list(group)
+        for city, number in zip(cities[-len(numbers) :], numbers, strict=False):
+            pairs.setdefault(city, number)
+        cities = []
+    return pairs
 
 
 def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[str], list[str]]:

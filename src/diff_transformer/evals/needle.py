@@ -8,10 +8,10 @@ anywhere. The model continues greedily after the bar. An example's score is the 
 exactly and in order. Numbers and cities come from a random stream that training never uses.
 
 Instruct models are asked through their chat template (``chat_template``), in the user's words (``wording``), and by a
-rule for text of their own (``scoring="search"``): the share of the R numbers among all numbers in the first 32 tokens.
+rule for free text (``scoring="search"``): the number that the first 32 tokens say of each city, or the numbers in the
+order asked (``numbers_said``). Each city has one number, so the chance of a guess is the same by both rules.
 """
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -29,6 +29,7 @@ from diff_transformer.data.needles import (
     listed,
     make_needle_example,
     number_range,
+    numbers_said,
     parse_numbers,
     question,
 )
@@ -75,7 +76,8 @@ class Settings:
     # Words of the question, with {cities} for the cities asked for and {city} for the first one; what follows a bar,
     # "What is the magic number of {cities}?|{city} is", begins the answer. Empty for "\nQuestion: What is ... Answer:".
     wording: str = ""
-    # "next" (the first numbers of the answer, which the prompt begins) or "search" (all numbers in its first 32 tokens)
+    # "next" (the first numbers of the answer, which the prompt begins) or "search" (the number that its first 32 tokens
+    # say of each city)
     scoring: str = field(default="next", metadata={"example": "search"})
     # Seed of cities, numbers, positions and text.
     seed: int = 0
@@ -116,31 +118,36 @@ class Asking:
 
     def prompt(self, context: str, cities: Sequence[str]) -> str:
         """The whole prompt: the context, the question, and the beginning of the answer."""
-        if not self.wording:
-            asked, beginning = question(cities).split(" Answer: ")
-            cue = " Answer: "
-        else:
-            said = worded(self.wording, cities=listed(cities), city=cities[0])
-            asked, _, beginning = said.partition("|")
-            asked, cue = f"\n{asked}", " " if beginning else ""
+        asked, cue, beginning = self._question(cities)
         if not self.chat_template:
             return context + asked + cue + beginning
         return templated(self.tokenizer, (context + asked).strip(), beginning if self.scoring == "next" else "")
+
+    def _question(self, cities: Sequence[str]) -> tuple[str, str, str]:
+        """The question, what stands before the answer, and the beginning of the answer."""
+        if not self.wording:
+            asked, beginning = question(cities).split(" Answer: ")
+            return asked, " Answer: ", beginning
+        asked, _, beginning = worded(self.wording, cities=listed(cities), city=cities[0]).partition("|")
+        return f"\n{asked}", " " if beginning else "", beginning
 
     def new_tokens(self, queries: int, digits: int) -> int:
         """Tokens of an answer, at most."""
         least = answer_tokens(self.tokenizer, queries, digits)
         return least if self.scoring == "next" else max(SEARCHED, least)
 
-    def right(self, text: str, answers: Sequence[str]) -> int:
-        """How many of ``answers`` the generated ``text`` gives."""
-        if self.scoring == "search":
-            return len({*re.findall(r"[0-9]+", text)} & {*answers})
-        return sum(a == b for a, b in zip(parse_numbers(text, len(answers)), answers, strict=True))
+    def right(self, text: str, example: NeedleExample) -> int:
+        """How many of the example's answers the generated ``text`` gives."""
+        if self.scoring == "next":
+            numbers = parse_numbers(text, len(example.answers))
+        else:
+            begun = "" if self.chat_template else f"{self._question(example.cities)[2]} "
+            numbers = numbers_said(begun + text, example.cities)
+        return sum(a == b for a, b in zip(numbers, example.answers, strict=True))
 
     def details(self) -> dict:
         """For the result's provenance."""
-        searched = f"with the numbers searched for in the first {SEARCHED} tokens"
+        searched = f"with the number of each city searched for in the first {SEARCHED} tokens"
         return asked_details(self.chat_template, self.wording, searched if self.scoring == "search" else "")
 
 
@@ -233,7 +240,7 @@ def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell, prefix: int) -> Call
         texts = lm.generate([e.prompt for e in examples], new_tokens, **more)
         rows = []
         for example, text in zip(examples, texts, strict=True):
-            right = cell.asking.right(text, example.answers)
+            right = cell.asking.right(text, example)
             rows.append({
                 "needles": cell.needles, "queries": cell.queries, "length": cell.length, "depth": cell.depth,
                 "tokens": prefix + example.num_tokens, "prompt": example.prompt,
