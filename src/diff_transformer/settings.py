@@ -10,6 +10,7 @@ import dataclasses
 import difflib
 import json
 import math
+import numbers
 import types
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -175,6 +176,16 @@ def check_rules(settings: Any, prefix: str = "") -> None:
                 raise ValueError(f"{name} is {value!r}; {rule.advice}")
 
 
+def fit_kinds(settings: Any, prefix: str = "") -> None:
+    """Give each field of a dataclass, and of those in it, its value ``as_kind`` of the annotation."""
+    for field in dataclasses.fields(settings):
+        value = getattr(settings, field.name)
+        if dataclasses.is_dataclass(value):
+            fit_kinds(value, f"{prefix}{field.name}.")
+        else:
+            setattr(settings, field.name, as_kind(field.type, value, prefix + field.name))
+
+
 def as_kind(kind: Any, value: Any, name: str, hint: str = "") -> Any:
     """``value`` as the annotation ``kind`` has it: lists as tuples, whole numbers as floats where a float is wanted.
 
@@ -214,7 +225,7 @@ def _fitted(kind: Any, value: Any) -> tuple[Any, bool]:
             return value, False
         made = {key: _fitted(parts[1], item) for key, item in value.items()}
         return {key: item for key, (item, _) in made.items()}, all(fits for _, fits in made.values())
-    if kind in (int, float) and isinstance(value, int | float) and not isinstance(value, bool):
+    if kind in (int, float) and isinstance(value, numbers.Real) and not isinstance(value, bool):
         try:
             fits = math.isfinite(value) and (kind is float or value == int(value))
         except OverflowError:  # a whole number that no float holds

@@ -59,6 +59,14 @@ def test_an_ablation_without_the_extra_for_training_writes_nothing(tmp_path, mon
     assert not any(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("samples", [10.5, True, "10"])
+def test_settings_made_in_python_are_checked_too(samples, tmp_path):
+    from diff_transformer.evals.needle import Settings
+
+    with pytest.raises(ValueError, match=f"needle: samples is {samples!r}; give a whole number"):
+        run_eval("needle", None, Settings(samples=samples), tmp_path / "r.json")
+
+
 @pytest.mark.parametrize("seed", [-5, 10**22])
 def test_a_seed_that_some_generator_does_not_take(seed):
     with pytest.raises(ValueError, match=f"needle: seed is {seed}; give a whole number from 0 to 4294967295"):

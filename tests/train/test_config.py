@@ -1,5 +1,7 @@
+import json
 import re
 
+import numpy as np
 import pytest
 
 from diff_transformer.checks import differences
@@ -156,10 +158,14 @@ def test_precisions_that_cannot_train_are_refused(precision, why):
 
 
 def test_a_value_of_another_kind_set_in_python_is_refused_in_words():
-    config = recipe("debug")
-    config.data.needles.digits = "two"
-    with pytest.raises(TypeError, match=r"^data\.needles\.digits is 'two'; give a whole number$"):
-        config.validate()
+    for place, name, value in (("data", "length", "two"), ("train", "steps", 10.5), ("train", "steps", True)):
+        config = recipe("debug")
+        setattr(getattr(config, place), name, value)
+        with pytest.raises(ValueError, match=rf"^{place}\.{name} is {value!r}; give a whole number$"):
+            config.validate()
+    config.train.steps, config.optim.lr = np.int64(12), np.float32(0.5)
+    config.validate()
+    assert json.loads(json.dumps([config.train.steps, config.optim.lr])) == [12, 0.5]
 
 
 def test_a_run_saved_with_the_seed_that_had_no_effect_still_loads():

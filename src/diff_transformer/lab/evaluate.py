@@ -13,7 +13,7 @@ by its entry point in the group ``diff_transformer.experiments``; ``examples/my_
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -158,6 +158,10 @@ def run_eval(
     require_installed(name)
     if isinstance(settings, Mapping):
         settings = settings_of(name, dict(settings), quick=quick)
+    kinds = {one.name: one.type for one in fields(settings)}
+    settings = replace(settings, **{
+        key: as_kind(kind, getattr(settings, key), f"{name}: {key}") for key, kind in kinds.items()
+    })  # fmt: skip
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
     free = {one.name for one in fields(settings) if one.metadata.get("changes_nothing")}

@@ -20,6 +20,7 @@ from diff_transformer.settings import (
     build,
     check_rules,
     current_name,
+    fit_kinds,
     one_of,
     unknown,
 )
@@ -186,6 +187,7 @@ class RunConfig:
 
     def validate(self) -> "RunConfig":
         """Raise ValueError for values out of range and for values that contradict each other; return the config."""
+        fit_kinds(self)
         check_rules(self)
         if self.train.batch_size % self.train.accumulate:
             raise ValueError(
