@@ -103,7 +103,8 @@ format: $(READY)
 
 env: $(READY)
 
-$(READY): pyproject.toml constraints.txt
+KERNEL := setup.py $(wildcard src/diff_transformer/ops/cpu/*.cpp src/diff_transformer/ops/cpu/*.h)
+$(READY): pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), f'Python 3.11 or newer is needed, not {sys.version.split()[0]}: make PYTHON=python3.12'"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"

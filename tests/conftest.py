@@ -1,6 +1,9 @@
 import importlib.util
 import json
 import os
+import platform
+import shutil
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -21,6 +24,18 @@ from diff_transformer.evals.provenance import provenance
 from diff_transformer.testing import poison_empty
 
 ROOT = Path(__file__).parents[1]
+KERNEL = ROOT / "src/diff_transformer/ops/cpu"
+
+
+def pytest_configure():
+    """Stop if the compiled CPU kernel is older than its source."""
+    sources = [path.stat().st_mtime for path in KERNEL.iterdir() if path.suffix in (".cpp", ".h")]
+    libraries = [path.stat().st_mtime for path in KERNEL.glob("native_*.so")]
+    if (sys.platform, platform.machine()) == ("linux", "x86_64") and shutil.which("c++"):
+        if not libraries or max(sources) > min(libraries):
+            pytest.exit("the CPU kernel is older than its source; run: python setup.py build_ext --inplace", 2)
+
+
 RECORD = ROOT / "benchmarks" / "results" / "reliability.json"
 
 

@@ -5,7 +5,6 @@ import json
 import os
 import subprocess
 import sys
-from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -20,8 +19,6 @@ from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.loading import read_model
 from diff_transformer.model.modeling import DiffTransformerForSequenceClassification
 from diff_transformer.model.presets import preset
-from diff_transformer.ops import diff_attention
-from diff_transformer.testing import assert_within_budget, make_inputs
 
 CASES = {
     **{attention: {"attention": attention} for attention in ATTENTIONS},
@@ -77,24 +74,6 @@ def test_where_the_package_is_installed_its_own_class_loads_the_folder(exported)
     assert type(loaded) is DiffTransformerForCausalLM
     ids = torch.tensor([list(b"some text")])
     assert torch.equal(loaded(ids).logits, model(ids).logits)
-
-
-def test_earlier_exports_find_the_kernels_under_the_names_of_their_time():
-    """They give the parts of a call in a row."""
-    blockwise, kernels = import_module("diff_transformer.ops.blockwise"), import_module("diff_transformer.ops.triton")
-    x = make_inputs(T=9)
-    given, device = (*x, None, True, None, 0.25), x.q1.device
-    expected = diff_attention(*x, is_causal=True, scale=0.25, backend="reference")
-    assert_within_budget(blockwise.attend(*given), expected)
-    assert kernels.why_not(device, torch.float64) == kernels.unsupported_reason(device, torch.float64) is not None
-    if kernels.why_not(device, torch.float32) is None:  # in the interpreter
-        assert kernels.why_not_arguments(*given) is kernels.unsupported_call_reason(*given) is None
-        (form, *_) = kernels.forms(x.q1, x.v, True, True)
-        assert_within_budget(kernels.attend(*given, form=form), expected)
-        first, ends = [y[:1] for y in x], torch.tensor([0, 9], dtype=torch.int32)
-        packed = kernels.attend_varlen(*first, ends, ends, 9, 9, True, None, 0.25, form=form)
-        assert_within_budget(packed, expected[:1])
-    assert kernels.chosen_passes() is None
 
 
 def test_the_folder_has_safetensors_and_no_pickle(exported):

@@ -7,7 +7,7 @@ from diff_transformer.ops import diff_attention, diff_attention_decode, diff_att
 from diff_transformer.testing import Inputs, make_inputs
 
 EMPTY = [{"B": 0}, {"T": 0}, {"S": 0}, {"T": 0, "S": 0}]
-BACKENDS = ["auto", "reference", "blockwise", "blockwise in PyTorch", "sdpa", "triton"]
+BACKENDS = ["auto", "reference", "blockwise", "sdpa", "triton"]
 
 
 def inputs(B=2, T=6, S=8, dtype=torch.float32, lam_shape=None) -> Inputs:

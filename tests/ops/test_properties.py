@@ -5,7 +5,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.testing import make_inputs
+from diff_transformer.testing import assert_within_budget, make_inputs
 
 
 @st.composite
@@ -23,7 +23,6 @@ def calls(draw):
         "Dv": draw(st.integers(1, 40)),
         "strided": draw(st.booleans()),
         "seed": draw(st.integers(0, 1000)),
-        "dtype": torch.float64,
     }
     options = {"is_causal": draw(st.booleans())}
     if options["is_causal"]:
@@ -48,10 +47,14 @@ def calls(draw):
 )
 def test_agrees_with_the_reference(call, backend):
     sizes, options = call
-    x = make_inputs(**sizes)
-    exact = diff_attention(*x, backend="reference", **options)
+    x = make_inputs(**sizes, dtype=torch.float32 if backend == "blockwise" else torch.float64)
+    wide = x.to(torch.float64)
+    exact = diff_attention(*wide, backend="reference", **options)
     out = diff_attention(*x, backend=backend, **options)
-    torch.testing.assert_close(out, exact, rtol=0, atol=1e-10)
-    dout = torch.randn(exact.shape, dtype=exact.dtype)
-    for value, expected in zip(torch.autograd.grad(out, x, dout), torch.autograd.grad(exact, x, dout), strict=True):
-        torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)
+    dout = torch.randn(exact.shape).double()
+    gradients = torch.autograd.grad(out, x, dout.to(out.dtype)), torch.autograd.grad(exact, wide, dout)
+    for value, expected in zip((out, *gradients[0]), (exact, *gradients[1]), strict=True):
+        if backend == "blockwise":
+            assert_within_budget(value, expected)
+        else:
+            torch.testing.assert_close(value, expected, rtol=0, atol=1e-10)

@@ -6,19 +6,19 @@ m its key/value heads (g = m / 2), d head width, dv width of a value head.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as hooks
+from torch.nn.modules.module import _has_any_global_hook
 
 from diff_transformer.model.inputs import Packing, Visible
-from diff_transformer.model.lambdas import FixedLambda, LambdaModule, LearnedLambda
+from diff_transformer.model.lambdas import LambdaModule, LearnedLambda
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import DecodeWeights, decode_head, diff_attention, diff_attention_maps
+from diff_transformer.ops.api import can_decode, decode_heads, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.varlen import diff_attention_varlen
 
+Part = TypeVar("Part", bound=nn.Module)
 Lambda = float | Tensor  # a number, a scalar or [B, h, T, 1]
 
 
@@ -89,13 +89,11 @@ class DiffCore(Core):
     ) -> Tensor:
         """``q``, ``k``, ``v`` with the heads of ``count_heads``, ``[B, heads, length, width]`` -> ``[B, T, h, dv]``.
 
-        ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed. With ``lam``,
-        which is known then, the operator and the norm follow one after the other.
+        ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
         """
-        if lam is None and visible.mask is None and visible.documents is None:
-            out = decode_head(q, k, v, self.decode_weights, visible.is_causal, visible.window)
-            if out is not None:
-                return out
+        out = self.decode(q, k, v, visible, hidden_states) if lam is None else None
+        if out is not None:
+            return out
         lam = self.lam(hidden_states) if lam is None else lam
         if visible.documents is None:
             return self.normalise(self.attend(q, k, v, lam, visible, **state).transpose(1, 2))
@@ -144,64 +142,34 @@ class DiffCore(Core):
         lam, (mask, is_causal, window, _) = self.lam(hidden_states), visible
         return diff_attention_maps(*self.split(q, k), lam, attn_mask=mask, is_causal=is_causal, window=window)
 
-    def decode_weights(self) -> DecodeWeights | None:
-        """The weights that the operator's ``decode_head`` needs to decode this core in one call.
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, hidden_states: Tensor | None) -> Tensor | None:
+        """``forward`` of a few queries over a cache in one call of the CPU kernel; None where the modules have to run.
 
-        None unless this core and its parts are exactly as they were built, so that calling them would compute what that
-        call does; for another backend; and while gradients of its weights are needed. Called for every token
-        and layer: it takes microseconds, hence no loops over generators.
+        They have to if a hook, a wrapper or an experiment changed one of them.
         """
-        parts, of_core = self._modules, self.__dict__
-        lam: Any = parts.get("lam")
-        norm: Any = parts["head_norm"] if "head_norm" in parts else of_core["head_norm"]
-        if type(self) is not DiffCore or self.backend not in ("auto", "blockwise") or not _REPLACED.isdisjoint(of_core):
+        norm, lam = self.head_norm, self.lam
+        if not can_decode(q) or self.backend not in ("auto", "blockwise"):
             return None
-        if _methods_of_core() != _METHODS or hooks._global_forward_hooks or hooks._global_forward_pre_hooks:
+        if visible.mask is not None or visible.documents is not None or "attend" in vars(self):
             return None
-        if _as_built(lam, LearnedLambda):
-            of = lam._parameters
-            vectors = (of.get("lambda_q1"), of.get("lambda_k1"), of.get("lambda_q2"), of.get("lambda_k2"))
-            if any(x is None for x in vectors):
-                return None
-        elif _as_built(lam, FixedLambda):
-            vectors = ()
+        if norm is not None and not is_plain(norm, RMSNorm):
+            return None
+        norm_weight, norm_eps = (None, None) if norm is None else (norm.weight, norm.eps)
+        if is_plain(lam, LearnedLambda):
+            value, vectors = lam.initial, (lam.lambda_q1, lam.lambda_k1, lam.lambda_q2, lam.lambda_k2)
         else:
-            return None
-        weight, eps = None, 0.0
-        if norm is not None:
-            if not _as_built(norm, RMSNorm) or "weight" not in norm._parameters:
-                return None
-            weight, eps = norm._parameters["weight"], norm.eps
-        if torch.is_grad_enabled():
-            for x in (*vectors, weight):
-                if x is not None and x.requires_grad:
-                    return None
-        return DecodeWeights(vectors, lam.initial, weight, norm is not None, eps, 1.0 - lam.initial)
+            value, vectors = lam(hidden_states), ()
+        return decode_heads(
+            *self.split(q, k), v, value, vectors, None, None, norm_weight, norm_eps, 1.0 - lam.initial,
+            visible.is_causal, visible.window,
+        )  # fmt: skip
 
 
-def _methods_of_core() -> tuple[Callable, ...]:
-    return DiffCore.attend, DiffCore.split, DiffCore.normalise
-
-
-# What the native call replaces, as this file and its neighbours define it: experiments and wrappers may replace it on
-# the class, or by an attribute of the instance.
-_METHODS = _methods_of_core()
-_FORWARD: dict[type[nn.Module], Callable] = {part: part.forward for part in (RMSNorm, LearnedLambda, FixedLambda)}
-_REPLACED = frozenset((
-    *("attend", "split", "normalise", "forward", "_call_impl", "_compiled_call_impl"),
-    *("weight", "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"),
-))  # fmt: skip
-
-
-def _as_built(part: nn.Module | None, kind: type[nn.Module]) -> bool:
-    """Whether calling ``part`` runs the ``forward`` of ``kind`` on the part's own parameters, and nothing else.
-
-    Not so for wrappers, subclasses and parametrizations (another type), hooks, and attributes of the instance in place
-    of a method or a parameter.
-    """
-    if type(part) is not kind or kind.forward is not _FORWARD[kind]:
+def is_plain(part: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
+    """True if a call of ``part`` runs the ``forward`` of ``kind`` and nothing else: no wrapper, no hook."""
+    if type(part) is not kind or "forward" in vars(part):
         return False
-    return not (part._forward_hooks or part._forward_pre_hooks) and _REPLACED.isdisjoint(part.__dict__)
+    return not (part._forward_hooks or part._forward_pre_hooks or _has_any_global_hook())
 
 
 class DiffV2Core(DiffCore):
@@ -210,29 +178,8 @@ class DiffV2Core(DiffCore):
     lambda depends on token and head (``TokenLambda``); there is neither a head norm nor the factor 1 - lambda_init.
     """
 
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor | None = None, **state
-    ) -> Tensor:
-        """As in ``DiffCore``."""
-        lam = self.lam(hidden_states)
-        if visible.mask is None and visible.documents is None and isinstance(lam, Tensor) and self._as_built():
-            given = DecodeWeights(of_tokens=lam, shared_keys=True)
-            out = decode_head(q, k, v, lambda: given, visible.is_causal, visible.window)
-            if out is not None:
-                return out
-        return super().forward(q, k, v, visible, lam=lam, **state)
-
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         return *_pairs(q), k, k
-
-    def _as_built(self) -> bool:
-        """Whether nothing between lambda, which was called, and the result was replaced: see ``decode_weights``."""
-        if type(self) is not DiffV2Core or self.backend not in ("auto", "blockwise") or self.head_norm is not None:
-            return False
-        return _REPLACED.isdisjoint(self.__dict__) and _methods_of_core() == _METHODS and DiffV2Core.split is _SPLIT_V2
-
-
-_SPLIT_V2 = DiffV2Core.split
 
 
 class GroupedDiffCore(DiffCore):

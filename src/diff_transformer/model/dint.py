@@ -149,6 +149,10 @@ class DintCore(DiffCore):
             counts = running.tokens[:, None, :, None]
         return Counted(counts if fully_masked is None else counts & ~fully_masked, fully_masked)
 
+    def decode(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, hidden_states: Tensor | None) -> None:
+        """The CPU kernel has no means of maps: the modules run."""
+        return None
+
     def with_means(
         self, difference: Tensor, first: Tensor, lam: Lambda, counted: "Counted", is_causal: bool, running: RunningMean
     ) -> Tensor:

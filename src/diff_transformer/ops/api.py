@@ -7,8 +7,8 @@ from diff_transformer.ops.arguments import autocast_off
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.backends import available_backends as available_backends
 from diff_transformer.ops.call import check, is_empty, zeros
-from diff_transformer.ops.cpu.layer import DecodeWeights as DecodeWeights
-from diff_transformer.ops.cpu.layer import decode_head as decode_head
+from diff_transformer.ops.cpu.decode import can_decode as can_decode
+from diff_transformer.ops.cpu.decode import decode_heads as decode_heads
 from diff_transformer.ops.reference import DiffMaps
 
 

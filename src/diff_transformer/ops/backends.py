@@ -80,8 +80,9 @@ def of_auto(call: Call) -> tuple[str, Any, str]:
     if exporting():
         return "sdpa", None, "an exported program must load without this package's operators"
     device = call.q1.device.type
-    if device == "cpu" and device not in LOOKED_UP:
-        return "blockwise", None, ""
+    if device in ("cpu", "meta") and device not in LOOKED_UP:
+        reason = unsupported_reason("blockwise", call)
+        return ("blockwise", None, "") if reason is None else ("sdpa", None, f"not 'blockwise', since {reason}")
     reason = unsupported_reason("triton", call)
     because = "" if reason is None else f"not 'triton', since {reason}"
     if device in LOOKED_UP:

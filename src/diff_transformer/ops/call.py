@@ -46,6 +46,7 @@ class Call(NamedTuple):
     gradients: tuple[str, ...] = ()  # names of the inputs whose gradients are needed
     backend: str = "auto"  # as given; after ``resolve`` the one that computes
     variant: Any = None  # of the backend; None for its own default
+    first: Tensor | None = None  # weight of the first map, as lam; None for 1
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -97,15 +98,16 @@ def check(
 
 
 def of_list(
-    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents: Documents | None = None, backend="auto"
+    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents: Documents | None = None, backend="auto",
+    first=None,
 ) -> Call:  # fmt: skip
     """A call from its checked parts, as custom operators get them, and as earlier builds' exported checkpoints do."""
     gradients: tuple[str, ...] = ()
     if torch.is_grad_enabled():
-        given = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask}
+        given = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask, "first": first}
         gradients = tuple([name for name, x in given.items() if x is not None and x.requires_grad])
     k2 = None if k2 is k1 else k2
-    return Call(q1, q2, k1, k2, v, lam, scale, is_causal, window, attn_mask, documents, gradients, backend)
+    return Call(q1, q2, k1, k2, v, lam, scale, is_causal, window, attn_mask, documents, gradients, backend, first=first)
 
 
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:

@@ -1,14 +1,14 @@
-"""The custom operator: PyTorch's own checks, torch.compile, memory, chunks and blocks of every size."""
+"""The custom operator: PyTorch's own checks, torch.compile, memory, FLOPs; test_libraries.py has the numbers."""
 
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from diff_transformer.ops import cpu, diff_attention
-from diff_transformer.ops.cpu import in_torch, native
+from diff_transformer.ops.cpu import kernel, library
 from diff_transformer.testing import assert_within_budget, make_inputs, peak_memory
 
-needs_native = pytest.mark.skipif(native.library() is None, reason="no C++ compiler with OpenMP on this machine")
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernel is not built on this machine")
 
 OPCHECKS = [
     {},
@@ -22,9 +22,9 @@ OPCHECKS = [
 def test_opcheck(options, dtype):
     x = make_inputs(H=4, Hn=2, G=1, T=7, S=9, D=3, Dv=5, dtype=dtype)
     rest = (options.get("attn_mask"), options.get("is_causal", False), options.get("window"), 0.5)
-    torch.library.opcheck(cpu.forward, (*x, *rest))
+    torch.library.opcheck(cpu.forward, (*x, None, *rest))
     detached = [y.detach() for y in x]
-    torch.library.opcheck(cpu.backward, (torch.randn(2, 4, 7, 5).to(dtype), *detached, *rest))
+    torch.library.opcheck(cpu.backward, (torch.randn(2, 4, 7, 5).to(dtype), *detached, None, *rest))
 
 
 @pytest.mark.parametrize(
@@ -86,81 +86,17 @@ def test_only_inputs_are_saved_for_backward():
     assert sum(t.numel() for t in saved) <= sum(t.numel() for t in x)
 
 
-BLOCKINGS = [{"is_causal": True}, {"is_causal": True, "window": 30}, {}]
-
-
-def assert_exact(x, options):
-    exact = diff_attention(*x, backend="reference", **options)
-    out = diff_attention(*x, backend="blockwise", **options)
-    assert_within_budget(out, exact)
-    expected = torch.autograd.grad(exact.square().sum(), x)
-    for value, gradient in zip(torch.autograd.grad(out.square().sum(), x), expected, strict=True):
-        assert_within_budget(value, gradient)
-
-
-@pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])
-@pytest.mark.parametrize("room", [1, 2**13, 2**15, 2**20])
-@pytest.mark.parametrize("rows", [1, 7, 32, 200])
-def test_pytorch_form_does_not_depend_on_blocks_and_chunks(monkeypatch, options, room, rows):
-    monkeypatch.setattr(native, "library", lambda: None)
-    monkeypatch.setattr(in_torch, "BLOCK_SCORES", room)
-    monkeypatch.setattr(in_torch, "rows_of_a_block", lambda T, D, dtype: rows)
-    assert_exact(make_inputs(B=3, H=12, Hn=6, G=3, T=63, S=90, D=8), options)
-
-
-@needs_native
-@pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])
-@pytest.mark.parametrize("threads", [1, 2, 3, 7])
-@pytest.mark.parametrize("rows", [8, 40, 128])
-@pytest.mark.parametrize(("B", "G"), [(1, 1), (3, 3)])
-def test_native_form_does_not_depend_on_blocks_and_threads(monkeypatch, options, threads, rows, B, G):
-    """Few key/value heads are packed once for all threads; of many, each thread packs its own."""
-    monkeypatch.setattr(native, "MAX_SINGLE_THREAD_WORK", 0)
-    monkeypatch.setattr(native, "block_rows", lambda *sizes: rows)
-    torch.set_num_threads(threads)
-    try:
-        assert_exact(make_inputs(B=B, H=6, Hn=3, G=G, T=63, S=90, D=8), options)
-    finally:
-        torch.set_num_threads(1)
-
-
 @pytest.mark.parametrize(
     ("T", "D", "window", "threads", "rows"),
     [(2048, 64, None, 2, 64), (8192, 128, None, 2, 128), (8192, 128, 1024, 2, 64), (8192, 128, None, 32, 64)],
 )
 def test_blocks_are_larger_where_keys_come_from_memory(monkeypatch, T, D, window, threads, rows):
     """Not with a window that leaves few keys, nor with so many threads that large blocks would leave some idle."""
-    monkeypatch.setattr(native, "second_level_cache", lambda: 2**19)
+    monkeypatch.setattr(kernel, "second_level_cache", lambda: 2**19)
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
     q, v = torch.empty(1, 1, T, D, device="meta"), torch.empty(1, 1, T, 2 * D, device="meta")
-    assert native.forward_rows(q, q, v, window) == rows
-    assert native.backward_rows(q, q, q, v, window) == rows
-
-
-@needs_native
-@pytest.mark.parametrize("form", ["native", "PyTorch"])
-@pytest.mark.parametrize("options", BLOCKINGS, ids=["causal", "window", "full"])
-@pytest.mark.parametrize("T", [1, 2, 4, 5])
-def test_a_few_queries_over_a_cache(monkeypatch, form, options, T):
-    """Up to 8 rows that share a key head take another way, which packs nothing."""
-    if form == "PyTorch":
-        monkeypatch.setattr(native, "library", lambda: None)
-    mask = torch.ones(2, 1, 1, 111, dtype=torch.bool)
-    mask[1, ..., :40] = False
-    for D, Dv in ((16, 32), (24, 40), (33, 7)):
-        x = make_inputs(B=2, H=4, Hn=2, G=2, T=T, S=111, D=D, Dv=Dv)
-        assert_exact(x, options)
-        assert_exact(x, {**options, "attn_mask": mask})
-
-
-@needs_native
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_native_form_computes_bf16_and_fp32(monkeypatch, dtype):
-    """What the tests compare with the reference is the native form, not the other in its place."""
-    monkeypatch.setattr(in_torch, "forward", None)
-    monkeypatch.setattr(in_torch, "backward", None)
-    x = make_inputs(T=63, dtype=dtype)
-    torch.autograd.grad(diff_attention(*x, is_causal=True, backend="blockwise").float().square().sum(), x)
+    assert kernel.forward_rows(q, q, v, window) == rows
+    assert kernel.backward_rows(q, q, q, v, window) == rows
 
 
 def test_repeats_bit_for_bit():

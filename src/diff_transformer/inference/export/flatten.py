@@ -16,7 +16,7 @@ ENTRANCE = f"{PACKAGE}.model.modeling"
 # Kernels, and the choice among them, are not exported; these modules replace them.
 _KERNELS = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.gluon", f"{PACKAGE}.ops.triton")
 _STAND_INS = {
-    f"{PACKAGE}.ops.cpu.layer": f"{PACKAGE}.inference.export.portable.package",
+    f"{PACKAGE}.ops.cpu.decode": f"{PACKAGE}.inference.export.portable.package",
     f"{PACKAGE}.ops.cpu": f"{PACKAGE}.inference.export.portable.blockwise",
     f"{PACKAGE}.ops.table": f"{PACKAGE}.inference.export.portable.package",
     f"{PACKAGE}.ops.triton": f"{PACKAGE}.inference.export.portable.triton",

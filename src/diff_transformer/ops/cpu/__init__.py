@@ -1,7 +1,6 @@
-"""The "blockwise" backend: differential attention in blocks of queries, the default on the CPU.
+"""The "blockwise" backend: differential attention in blocks of queries and chunks of keys, the default on CPUs.
 
-It has two implementations of the same mathematics: ``native.cpp``, compiled for the processor at its first use, and
-PyTorch calls (``in_torch.py``), which need no compiler and take every dtype and device.
+``native.cpp`` computes it; ``setup.py`` compiles that file, ``library.py`` loads it, ``kernel.py`` calls it.
 """
 
 import torch
@@ -9,42 +8,60 @@ from torch import Tensor
 
 from diff_transformer.ops import flops
 from diff_transformer.ops.arguments import refuse_second_derivatives, traced
-from diff_transformer.ops.call import Call, in_dtype, of_list, with_noise_head_for_each_mask
-from diff_transformer.ops.cpu import in_torch, native
+from diff_transformer.ops.call import Call, in_dtype, of_list, replace, with_noise_head_for_each_mask
+from diff_transformer.ops.cpu import kernel, library
+
+_PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def attend(call: Call, *rest) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v.
+def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the backend cannot work on this device and dtype, or None."""
+    if device.type not in ("cpu", "meta"):
+        return f"it computes on CPUs, not on {device.type}"
+    if dtype == torch.float64:
+        return "it computes in float32 and bfloat16, not in float64; give backend='sdpa' or 'reference'"
+    if not library.available():
+        return "its kernel was not built with the package, or does not run on this processor; give backend='sdpa'"
+    return None
 
-    Checkpoints that earlier builds exported give the parts of a call in a row.
-    """
-    call = with_noise_head_for_each_mask(of_list(call, *rest) if rest else call)
+
+def unsupported_call_reason(call: Call) -> str | None:
+    """Why the backend cannot compute this call, or None."""
+    width = max(call.q1.shape[3], call.v.shape[3])
+    if width > kernel.MAX_WIDTH:
+        return f"it takes widths up to {kernel.MAX_WIDTH}, not {width}; give backend='sdpa'"
+    return None
+
+
+def attend(call: Call) -> Tensor:
+    """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
+    call = with_noise_head_for_each_mask(call)
+    if not call.scale > 0:  # the kernel takes the largest score of a row before it scales
+        sign = -1 if call.scale < 0 else 0
+        call = replace(call, q1=call.q1 * sign, q2=call.q2 * sign, scale=abs(call.scale) or 1.0)
     if call.v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return attend(in_dtype(call, torch.float32)).half()
     if not call.gradients and _is_plain(call):
-        out = _unwritten(call)
-        _implementation(call).forward(call, out.transpose(1, 2))
-        return out.transpose(1, 2)
-    return forward(*call.inputs, call.attn_mask, call.is_causal, call.window, call.scale).transpose(1, 2)
+        return kernel.forward(call).transpose(1, 2)
+    options = call.first, call.attn_mask, call.is_causal, call.window, call.scale
+    return forward(*call.inputs, *options).transpose(1, 2)
 
 
-def _implementation(call: Call):
-    return native if native.supports(call) else in_torch
-
-
-def _unwritten(call: Call) -> Tensor:
-    """Memory for the output, [B, T, H, Dv]."""
-    B, H, T, _ = call.q1.shape
-    return call.v.new_empty(B, T, H, call.v.shape[3])
+def in_memory(x: Tensor) -> bool:
+    """True if the values of ``x`` lie at its address on the CPU: not so for subclasses (fake, sharded or quantised
+    tensors), meta tensors, storages that were freed, and views that are negated when they are read."""
+    if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
+        return False
+    return x.untyped_storage().nbytes() > 0
 
 
 def _is_plain(call: Call) -> bool:
-    """Whether nothing traces or compiles: then, without gradients, the operator's bookkeeping, which takes as long as a
-    short query, is skipped."""
+    """True if nothing traces or compiles: without gradients, the custom operator, which takes as long as a short
+    query, is then skipped."""
     if traced():
         return False
-    for x in (*call[:6], call.attn_mask):  # noqa: SIM110 (a generator takes twice as long)
-        if x is not None and not native.in_memory(x):
+    for x in (*call.inputs, call.first, call.attn_mask):  # noqa: SIM110 (a generator takes twice as long)
+        if x is not None and not in_memory(x):
             return False
     return True
 
@@ -57,16 +74,14 @@ def forward(
     k2: Tensor,
     v: Tensor,
     lam: Tensor,
+    first: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
     window: int | None,
     scale: float,
 ) -> Tensor:
     """[B, T, H, Dv], contiguous and no view, so that the output can be changed in place."""
-    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    out = _unwritten(call)
-    _implementation(call).forward(call, out.transpose(1, 2))
-    return out
+    return kernel.forward(of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, first=first))
 
 
 @torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
@@ -78,25 +93,26 @@ def backward(
     k2: Tensor,
     v: Tensor,
     lam: Tensor,
+    first: Tensor | None,
     attn_mask: Tensor | None,
     is_causal: bool,
     window: int | None,
     scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v and lam; dout [B, H, T, Dv] is that of the output."""
-    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
-    return _implementation(call).backward(call, dout)
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q1, q2, k1, k2, v, lam and first; dout [B, H, T, Dv] is that of the output."""
+    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, first=first)
+    return kernel.backward(call, dout)
 
 
 @forward.register_fake
-def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
+def _(q1, q2, k1, k2, v, lam, first, attn_mask, is_causal, window, scale):
     B, H, T, _ = q1.shape
     return v.new_empty(B, T, H, v.shape[-1])
 
 
 @backward.register_fake
-def _(dout, q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale):
-    return tuple(x.new_empty(x.shape) for x in (q1, q2, k1, k2, v, lam))
+def _(dout, q1, q2, k1, k2, v, lam, first, attn_mask, is_causal, window, scale):
+    return tuple(x.new_empty(x.shape) for x in (q1, q2, k1, k2, v, lam, lam))
 
 
 def _save(ctx, inputs, output):
@@ -105,8 +121,9 @@ def _save(ctx, inputs, output):
 
 
 def _differentiate(ctx, dout):
-    gradients = backward(dout.transpose(1, 2), *ctx.saved_tensors, ctx.is_causal, ctx.window, ctx.scale)
-    return (*gradients, None, None, None, None)
+    tensors = ctx.saved_tensors
+    *gradients, dfirst = backward(dout.transpose(1, 2), *tensors, ctx.is_causal, ctx.window, ctx.scale)
+    return (*gradients, None if tensors[6] is None else dfirst, None, None, None, None)
 
 
 flops.count({

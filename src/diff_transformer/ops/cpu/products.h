@@ -1,7 +1,7 @@
 // Products of small matrices in cache, and the packing of their operands.
 //
 // All products work on 32-bit words: a word is one float, or two bf16 numbers adjacent along the contraction. Kw: words in
-// a contraction. B is packed in panels of up to 32 columns, [contraction][column]. If the processor multiplies tiles
+// a contraction. B is packed in panels of round_up to 32 columns, [contraction][column]. If the processor multiplies tiles
 // (AMX), bf16 uses them; otherwise the numbers of A are broadcast.
 
 #pragma once
@@ -22,10 +22,8 @@ namespace {
 
 #if defined(__AVX512F__)
 constexpr int W = 16, MR = 8;
-#elif defined(__AVX__)
+#else  // AVX2
 constexpr int W = 8, MR = 6;
-#else
-constexpr int W = 4, MR = 4;
 #endif
 constexpr int NV = 2;            // vectors of columns that the kernel works on, and MR rows
 constexpr int NR = 32;           // columns of a panel
@@ -84,11 +82,7 @@ inline vf multiplied_and_added(vf a, vf b, vf c) {
 #ifdef __AVX512F__
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 #else
-#if defined(__x86_64__)
     asm("" : "+x"(c));
-#elif defined(__aarch64__)
-    asm("" : "+w"(c));
-#endif
     return a * b + c;
 #endif
 }
@@ -170,45 +164,42 @@ inline uint32_t word_of(float x) {
 }
 inline uint32_t word_of(bf16 low, bf16 high) { return uint32_t(low.bits) | uint32_t(high.bits) << 16; }
 
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
-constexpr bool HAS_BF16_PRODUCTS = true;
-#else
-constexpr bool HAS_BF16_PRODUCTS = false;
-#endif
-
-#if defined(__AMX_BF16__)
-constexpr bool HAS_TILES = HAS_BF16_PRODUCTS;
-#else
-constexpr bool HAS_TILES = false;
-#endif
 constexpr int TILE = 16;  // rows of a tile, and words of each
 constexpr int DEEP = 256;  // words of a long contraction in one pass
 constexpr int64_t STRIP = 2 * TILE;  // queries of a product
 
-// Forms of the arithmetic. Number: of the inputs; pairs: a word holds two of them; tiles: they are multiplied in tiles. Rows
-// are padded to a multiple of `rows`, contractions to one of `deep` words. `chunk`: keys at a time in the forward pass.
+// Number formats. Number: of the inputs; pairs: a word holds two of them; tiles: AMX multiplies them. Rows are padded to a
+// multiple of `rows`, contractions to one of `deep` words. `chunk`: keys at a time in the forward pass.
 struct Fp32 {
     using Number = float;
     static constexpr bool pairs = false, tiles = false;
     static constexpr int64_t rows = 8, deep = 1, chunk = W == 8 ? 256 : 512;
 };
-struct Widened : Fp32 {  // bf16, multiplied in fp32
+struct Bf16AsFp32 : Fp32 {
     using Number = bf16;
 };
-struct Pairs : Widened {
+struct Bf16Pairs : Bf16AsFp32 {
     static constexpr bool pairs = true;
 };
-struct InTiles : Pairs {
+struct Bf16Tiles : Bf16Pairs {
     static constexpr bool tiles = true;
     static constexpr int64_t rows = STRIP, deep = TILE;
 };
+// How this library multiplies bf16; setup.py compiles one library for each.
+#if defined(__AMX_BF16__)
+using Bf16 = Bf16Tiles;
+#elif defined(__AVX512BF16__)
+using Bf16 = Bf16Pairs;
+#else
+using Bf16 = Bf16AsFp32;
+#endif
 
-inline int64_t up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
-template <typename Form>
-inline int64_t words(int64_t n) { return up(Form::pairs ? (n + 1) / 2 : n, Form::deep); }
-template <typename Form>
-inline int64_t padded_rows(int64_t n) { return up(n, Form::rows); }
-inline int64_t columns(int64_t n) { return up(n, HALF); }
+inline int64_t round_up(int64_t n, int64_t unit) { return (n + unit - 1) / unit * unit; }
+template <typename Format>
+inline int64_t words(int64_t n) { return round_up(Format::pairs ? (n + 1) / 2 : n, Format::deep); }
+template <typename Format>
+inline int64_t padded_rows(int64_t n) { return round_up(n, Format::rows); }
+inline int64_t columns(int64_t n) { return round_up(n, HALF); }
 inline int width(int64_t n, int64_t column) { return n - column > HALF ? NR : HALF; }  // of the panel at this column
 
 // The product.
@@ -222,7 +213,7 @@ inline float as_float(uint32_t word) {
 template <bool pairs>
 inline vf multiply_add(vf c, uint32_t a, const uint32_t* b) {
     if constexpr (pairs) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#ifdef __AVX512BF16__
         return (vf)_mm512_dpbf16_ps((__m512)c, (__m512bh)_mm512_set1_epi32(a), (__m512bh)_mm512_loadu_si512(b));
 #else
         return c;
@@ -237,9 +228,7 @@ inline void step_of_avx2(vf (&total)[mr][nv], const uint32_t* a, int64_t by_row,
     vf of_b[nv];
     for (int j = 0; j < nv; j++) {
         of_b[j] = load(reinterpret_cast<const float*>(b) + j * W);
-#ifdef __AVX__
         asm("" : "+x"(of_b[j]));
-#endif
     }
 #pragma GCC unroll 8
     for (int i = 0; i < mr; i++)
@@ -287,11 +276,11 @@ inline int panel(int64_t left, int64_t Kw, const uint32_t* a, int64_t by_row, in
     return MR;
 }
 
-#if defined(__AMX_BF16__)
+#ifdef __AMX_BF16__
 // C[tall * 16][wide * 16] (+)= A B in tiles. Rows of A are lda words apart, steps of the contraction in B ldb words.
 // Tile registers 0 to 3 hold C, 4 and 5 A, 6 and 7 B.
 template <int tall, int wide>
-inline void in_tiles(int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c, int64_t ldc,
+inline void multiply_tiles(int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b, int64_t ldb, float* c, int64_t ldc,
                      bool add) {
     if (add) {
         _tile_loadd(0, c, 4 * ldc);
@@ -345,7 +334,7 @@ class Tiles {
 };
 #else
 template <int tall, int wide>
-inline void in_tiles(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool) {}
+inline void multiply_tiles(int64_t, const uint32_t*, int64_t, const uint32_t*, int64_t, float*, int64_t, bool) {}
 struct Tiles {};
 #endif
 
@@ -354,17 +343,17 @@ template <bool tiles>
 struct SessionOf {};
 template <>
 struct SessionOf<true> : Tiles {};
-template <typename Form>
-using Session = SessionOf<Form::tiles>;
+template <typename Format>
+using Session = SessionOf<Format::tiles>;
 
 // Lets the cache fetch MR rows of NR numbers that are written next.
-inline void announce(const float* c, int64_t ldc) {
+inline void prefetch_rows(const float* c, int64_t ldc) {
     for (int64_t i = 0; i < MR; i++)
         for (int64_t j = 0; j < NR; j += HALF) __builtin_prefetch(c + i * ldc + j, 1);
 }
 
 // C[rows][n] (+)= A[rows][Kw] B, with B in panels at b + column * Kb, from word k0 of Kb.
-template <typename Form>
+template <typename Format>
 [[gnu::noinline]] void product(int64_t rows, int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b,
                                int64_t Kb, int64_t k0, float* c, int64_t ldc, bool add) {
     for (int64_t k = 0; k < Kw; k += DEEP, add = true)
@@ -373,69 +362,69 @@ template <typename Form>
             const uint32_t* from = b + j * Kb + (k0 + k) * wide;
             const int64_t deep = std::min<int64_t>(DEEP, Kw - k);
             for (int64_t i = 0, done; i < rows; i += done)
-                if constexpr (!Form::tiles) {
-                    if (j + NR < n) announce(c + i * ldc + j + NR, ldc);
-                    done = panel<Form::pairs>(rows - i, deep, a + i * lda + k, lda, 1, from, wide, c + i * ldc + j, ldc, add);
+                if constexpr (!Format::tiles) {
+                    if (j + NR < n) prefetch_rows(c + i * ldc + j + NR, ldc);
+                    done = panel<Format::pairs>(rows - i, deep, a + i * lda + k, lda, 1, from, wide, c + i * ldc + j, ldc, add);
                 } else {
                     done = STRIP;
                     if (wide == NR)
-                        in_tiles<2, 2>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
+                        multiply_tiles<2, 2>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
                     else
-                        in_tiles<2, 1>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
+                        multiply_tiles<2, 1>(deep, a + i * lda + k, lda, from, wide, c + i * ldc + j, ldc, add);
                 }
         }
 }
 
 // The gradient of NR keys, C += A^T B over rows, with A(row word, key) = a[key + word * lda]. In vectors C is [keys][n], and
-// B in panels at b + column * Kb, from word k0. In tiles C is [n][keys], and B is turned: [n][Kb].
-template <typename Form>
+// B in panels at b + column * Kb, from word k0. In tiles C is [n][keys], and B is transposed: [n][Kb].
+template <typename Format>
 [[gnu::noinline]] void outer_product(int64_t n, int64_t Kw, const uint32_t* a, int64_t lda, const uint32_t* b,
                                      int64_t Kb, int64_t k0, float* c) {
     for (int64_t j = 0; j < columns(n); j += NR) {
         const int wide = width(n, j);
-        if constexpr (!Form::tiles)
+        if constexpr (!Format::tiles)
             for (int64_t i = 0, done; i < NR; i += done) {
-                announce(c + (i + MR) * columns(n) + j, columns(n));  // at the last, of the next NR keys
-                done = panel<Form::pairs>(NR - i, Kw, a + i, 1, lda, b + j * Kb + k0 * wide, wide, c + i * columns(n) + j,
+                prefetch_rows(c + (i + MR) * columns(n) + j, columns(n));  // at the last, of the next NR keys
+                done = panel<Format::pairs>(NR - i, Kw, a + i, 1, lda, b + j * Kb + k0 * wide, wide, c + i * columns(n) + j,
                                           columns(n), true);
             }
         else if (wide == NR)
-            in_tiles<2, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
+            multiply_tiles<2, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
         else
-            in_tiles<1, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
+            multiply_tiles<1, 2>(Kw, b + j * Kb + k0, Kb, a, lda, c + j * NR, NR, true);
     }
 }
 
 // Packing.
 
 // One row of n numbers as words.
-template <typename Form>
-inline void words_of_row(const typename Form::Number* x, int64_t n, uint32_t* to) {
-    if constexpr (!Form::pairs)
+template <typename Format>
+inline void words_of_row(const typename Format::Number* x, int64_t n, uint32_t* to) {
+    if constexpr (!Format::pairs)
         for (int64_t i = 0; i < n; i++) to[i] = word_of(widen(x[i]));
     else {
         std::memcpy(to, x, 2 * (n / 2 * 2));
         if (n % 2) to[n / 2] = x[n - 1].bits;
-        for (int64_t i = (n + 1) / 2; i < words<Form>(n); i++) to[i] = 0;
+        for (int64_t i = (n + 1) / 2; i < words<Format>(n); i++) to[i] = 0;
     }
 }
 
 // Rows as operand A of a product: [padded rows][words of n], zeros below.
-template <typename Form>
-void pack_rows(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
-    const int64_t Kw = words<Form>(n);
-    for (int64_t i = 0; i < rows; i++) words_of_row<Form>(x + i * stride, n, to + i * Kw);
-    std::memset(to + rows * Kw, 0, 4 * Kw * (padded_rows<Form>(rows) - rows));
+template <typename Format>
+void pack_rows(const typename Format::Number* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
+    const int64_t Kw = words<Format>(n);
+    for (int64_t i = 0; i < rows; i++) words_of_row<Format>(x + i * stride, n, to + i * Kw);
+    std::memset(to + rows * Kw, 0, 4 * Kw * (padded_rows<Format>(rows) - rows));
 }
 
 // Rows as columns of B, contracted over their width: panels of NR rows, [words of n][NR].
-template <typename Form>
-void pack_transposed(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
-    const int64_t Kw = words<Form>(n);
+template <typename Format>
+void pack_transposed(const typename Format::Number* x, int64_t stride, int64_t rows, int64_t n, uint32_t* to) {
+    const int64_t Kw = words<Format>(n);
     uint32_t line[NR][256];
     for (int64_t first = 0; first < rows; first += NR, to += Kw * NR) {
         const int64_t here = std::min<int64_t>(NR, rows - first);
-        for (int64_t i = 0; i < here; i++) words_of_row<Form>(x + (first + i) * stride, n, line[i]);
+        for (int64_t i = 0; i < here; i++) words_of_row<Format>(x + (first + i) * stride, n, line[i]);
         for (int64_t i = here; i < NR; i++) std::memset(line[i], 0, 4 * Kw);
         for (int64_t k = 0; k < Kw; k++)
             for (int64_t i = 0; i < NR; i++) to[k * NR + i] = line[i][k];
@@ -443,17 +432,17 @@ void pack_transposed(const typename Form::Number* x, int64_t stride, int64_t row
 }
 
 // Rows as B, contracted over the rows: panels of columns, [Kw words of rows][columns of the panel], zeros below.
-template <typename Form>
-void pack_columns(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
-    constexpr int step = Form::pairs ? 2 : 1;
+template <typename Format>
+void pack_columns(const typename Format::Number* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
+    constexpr int step = Format::pairs ? 2 : 1;
     for (int64_t j = 0; j < columns(n); j += NR) {
         const int wide = width(n, j);
         const int64_t filled = std::min<int64_t>(wide, n - j);
         for (int64_t k = 0; k < Kw; k++, to += wide) {
-            const typename Form::Number* row = x + k * step * stride + j;
+            const typename Format::Number* row = x + k * step * stride + j;
             int64_t i = 0;
             if (k * step < rows) {
-                if constexpr (!Form::pairs)
+                if constexpr (!Format::pairs)
                     for (; i < filled; i++) to[i] = word_of(widen(row[i]));
                 else if (2 * k + 1 < rows)
                     for (; i < filled; i++) to[i] = word_of(row[i], row[i + stride]);
@@ -465,20 +454,20 @@ void pack_columns(const typename Form::Number* x, int64_t stride, int64_t rows, 
     }
 }
 
-// Rows as operand B of an outer product, contracted over Kw words of rows; in tiles turned, [columns][Kw]; zero-padded.
-template <typename Form>
-void pack_outer(const typename Form::Number* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
-    if constexpr (!Form::tiles) return pack_columns<Form>(x, stride, rows, n, Kw, to);
+// Rows as operand B of an outer product, contracted over Kw words of rows; in tiles transposed, [columns][Kw]; zero-padded.
+template <typename Format>
+void pack_outer(const typename Format::Number* x, int64_t stride, int64_t rows, int64_t n, int64_t Kw, uint32_t* to) {
+    if constexpr (!Format::tiles) return pack_columns<Format>(x, stride, rows, n, Kw, to);
     std::memset(to, 0, 4 * Kw * columns(n));
     for (int64_t i = 0; i < rows; i++)
-        for (int64_t j = 0; j < n; j++) reinterpret_cast<typename Form::Number*>(to + j * Kw)[i] = x[i * stride + j];
+        for (int64_t j = 0; j < n; j++) reinterpret_cast<typename Format::Number*>(to + j * Kw)[i] = x[i * stride + j];
 }
 
 // W floats as words of one row of A: as they are, or rounded to bf16 in pairs.
 template <bool pairs>
 inline void put_words(uint32_t* to, int64_t at, vf x) {
     if constexpr (pairs) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#ifdef __AVX512BF16__
         _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + at / 2), (__m256i)_mm512_cvtneps_pbh((__m512)x));
 #endif
     } else
@@ -489,7 +478,7 @@ inline void put_words(uint32_t* to, int64_t at, vf x) {
 template <bool pairs>
 inline void put_two_rows(uint32_t* to, int64_t ld, vf upper, vf lower) {
     if constexpr (pairs) {
-#if defined(__AVX512BF16__) && defined(__AVX512BW__)
+#ifdef __AVX512BF16__
         __m512i low = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)upper));
         __m512i high = _mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)lower));
         _mm512_storeu_si512(to, _mm512_or_si512(low, _mm512_slli_epi32(high, 16)));

@@ -50,10 +50,13 @@ def check_environment() -> None:
     """The package checks its own variables."""
 
 
-# In place of ops/cpu/layer.py: an exported model has no native call for a whole layer.
-
-DecodeWeights = dict
+# In place of ops/cpu/decode.py.
 
 
-def decode_head(*arguments) -> None:
-    """It decodes through ``diff_attention``."""
+def can_decode(*arguments) -> bool:
+    """False."""
+    return False
+
+
+def decode_heads(*arguments) -> None:
+    """Leave decoding to the modules."""

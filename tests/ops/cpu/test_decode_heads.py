@@ -1,0 +1,143 @@
+"""A few queries over a cache, with lambda, gates and head norm, in one call of the CPU kernel: equal to the formula."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from diff_transformer.ops import diff_attention
+from diff_transformer.ops.cpu import library
+from diff_transformer.ops.cpu.decode import can_decode, decode_heads
+from diff_transformer.testing import assert_within_budget
+
+pytestmark = pytest.mark.skipif(not library.available(), reason="the CPU kernel is not built on this machine")
+
+B, S, D, Dv = 2, 31, 24, 40
+
+
+def make(dtype, T=1, H=4, Hn=4, G=2):
+    generator = torch.Generator().manual_seed(3)
+
+    def of(*shape):
+        return torch.randn(*shape, generator=generator)
+
+    rows = [of(B, T, heads, D).transpose(1, 2) for heads in (H, Hn)]
+    keys = [of(B, S, G, width).transpose(1, 2) for width in (D, D, Dv)]
+    return [x.to(dtype) for x in (*rows, *keys)], {
+        "lam": torch.rand(B, H, T, 1, generator=generator),
+        "lambda_vectors": [0.3 * of(D) for _ in range(4)],
+        "first": torch.rand(B, H, T, 1, generator=generator),
+        "gate": torch.rand(B, H, T, 1, generator=generator),
+        "norm_weight": 1 + 0.1 * of(Dv),
+    }
+
+
+def formula(q1, q2, k1, k2, v, lam=0.0, *, lambda_vectors=(), first=None, gate=None, norm_weight=None, norm_eps=None,
+            gain=1.0, is_causal=True, window=None):  # fmt: skip
+    """The same in PyTorch, in the dtype of the inputs; lambda in fp32 at least."""
+    options = {"is_causal": is_causal, "window": window, "backend": "reference"}
+    if lambda_vectors:
+        a, b, c, d = lambda_vectors
+        lam = lam + torch.exp(a @ b) - torch.exp(c @ d)
+    if q2 is None:
+        out = diff_attention(q1, q1, k1, k1, v, 0.0, **options)
+    else:
+        out = diff_attention(q1, q2, k1, k2, v, lam, **options)
+    if first is not None:
+        out = diff_attention(q1, q1, k1, k1, v, 0.0, **options) * first
+        if q2 is not None:
+            out = (
+                out
+                - diff_attention(q2, q2, k2, k2, v, 0.0, **options).repeat_interleave(q1.shape[1] // q2.shape[1], 1)
+                * lam
+            )
+    out = out.transpose(1, 2)
+    if norm_eps is not None:
+        out = F.rms_norm(out, (out.shape[-1],), None if norm_weight is None else norm_weight.to(out.dtype), norm_eps)
+    out = out * gain
+    return (out if gate is None else out * gate.transpose(1, 2)).to(v.dtype)
+
+
+CASES = {
+    "number": {"lam": 0.4},
+    "token": {"lam": ...},
+    "vectors": {"lam": 0.2, "lambda_vectors": ...},
+    "norm": {"lam": 0.4, "norm_eps": 1e-5, "norm_weight": ..., "gain": 0.8},
+    "norm without weight": {"lam": 0.4, "norm_eps": 1e-5},
+    "gate after the norm": {"lam": 0.4, "norm_eps": 1e-5, "gate": ...},
+    "first": {"lam": ..., "first": ...},
+    "window": {"lam": ..., "window": 7},
+    "not causal": {"lam": ..., "is_causal": False},
+    "one map": {"q2": None, "gate": ...},
+    "one map, norm": {"q2": None, "norm_eps": 1e-5, "norm_weight": ..., "gate": ...},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("heads", [{}, {"H": 6, "Hn": 2}, {"T": 3}, {"G": 4}], ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_formula(case, heads, dtype):
+    tensors, weights = make(dtype, **heads)
+    options = {name: weights[name] if value is ... else value for name, value in CASES[case].items()}
+    if "q2" in options:
+        tensors[1] = options.pop("q2")
+    out = decode_heads(*tensors, **options)
+
+    def double(x):
+        if isinstance(x, list):
+            return [double(each) for each in x]
+        return x.double() if isinstance(x, torch.Tensor) else x
+
+    exact = formula(*map(double, tensors), **{name: double(x) for name, x in options.items()})
+    assert out is not None
+    assert out.shape == exact.shape
+    assert_within_budget(out, exact, formula(*tensors, **options))
+
+
+def test_shared_keys_and_bf16_norm_weights():
+    (q1, q2, k1, _, v), weights = make(torch.bfloat16)
+    options = {"lam": 0.4, "norm_eps": 1e-5, "norm_weight": weights["norm_weight"].bfloat16()}
+    out = decode_heads(q1, q2, k1, k1, v, **options)
+    assert_within_budget(
+        out, formula(*(x.double() for x in (q1, q2, k1, k1, v)), **options), formula(q1, q2, k1, k1, v, **options)
+    )
+
+
+REFUSED = {
+    "float64": lambda x, w: (x[0].double(), *map(torch.Tensor.double, x[1:])),
+    "many queries": lambda x, w: make(torch.float32, T=5)[0],
+    "gradient": lambda x, w: (x[0].requires_grad_(), *x[1:]),
+    "negated": lambda x, w: (torch._neg_view(x[0]), *x[1:]),
+    "short values": lambda x, w: (*x[:4], x[4][:, :, :5]),
+    "batch of keys": lambda x, w: (*x[:2], x[2][:1], *x[3:]),
+    "heads": lambda x, w: (x[0][:, :3], *x[1:]),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_leaves_to_the_modules(case):
+    tensors, weights = make(torch.float32)
+    assert decode_heads(*REFUSED[case](tensors, weights), 0.4) is None
+
+
+@pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(1, Dv), torch.ones(2 * Dv)[::2], torch.ones(Dv).double()])
+def test_leaves_other_norm_weights_to_the_modules(weight):
+    tensors, _ = make(torch.float32)
+    assert decode_heads(*tensors, 0.4, norm_eps=1e-5, norm_weight=weight) is None
+
+
+def test_leaves_traced_and_transformed_calls_to_the_modules():
+    tensors, _ = make(torch.float32)
+
+    class Mode(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):
+            return function(*args, **(kwargs or {}))
+
+    q = tensors[0]
+    with torch.autocast("cpu", torch.bfloat16):
+        assert not can_decode(q)
+    with Mode():
+        assert not can_decode(q)
+    assert not torch.vmap(lambda x: torch.tensor(can_decode(x)))(q[None]).any()
+    assert not can_decode(q.to("meta"))
+    with torch.device("cpu"):
+        assert can_decode(q)
