@@ -299,7 +299,7 @@ def alive(pid: int) -> bool:
 
 def assert_same_record(folder: Path, other: Path):
     """Weights, logged numbers, measurements with all their rows, and curves but for those of time."""
-    one, two = (load_run(place, "s", "a", 0) for place in (folder, other))
+    one, two = (load_run(place) for place in (folder, other))
     weights = [(place / "run/model/model.safetensors").read_bytes() for place in (folder, other)]
     assert weights[0] == weights[1]
     assert history(folder / "run") == history(other / "run")

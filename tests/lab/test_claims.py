@@ -9,9 +9,15 @@ from diff_transformer.lab.record import averaged, of_result
 CELLS = ((1, 1), (4, 2))
 
 
+def of_run(result):
+    """The record of a result whose model is called SIDE-seedK in these tests."""
+    side, _, seed = result.model.rpartition("-seed")
+    return of_result(result, side=side, seed=int(seed))
+
+
 def judge(claims, results):
     """The claims over records of single results."""
-    return lab_claims.judge(claims, [of_result(result) for result in results])
+    return lab_claims.judge(claims, [of_run(result) for result in results])
 
 
 def loss(side, seed, values):
@@ -200,7 +206,7 @@ def test_examples_of_several_data_seeds_all_count():
         bits = [{"bits": bits, "row": n, "loss": 3.0 + cost * (bits == 4)} for bits in (16, 4) for n in range(9)]
         recall = [{"length": length, "questions": 4, "hits": [10 * cost] * 3} for length in (64, 128)]
         return [
-            of_result(Result(name, f"{side}-seed0", {"x": cost}, rows, {"seed": seed}))
+            of_run(Result(name, f"{side}-seed0", {"x": cost}, rows, {"seed": seed}))
             for name, rows in (("quantization", bits), ("recall", recall))
         ]
 

@@ -11,7 +11,7 @@ from rich.console import Console
 from diff_transformer.lab import pool
 from diff_transformer.lab.pool import RunFailed, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.record import Record, finished, load_run
+from diff_transformer.lab.record import Record, finished
 from diff_transformer.lab.spec import RunSpec, everything
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
@@ -155,11 +155,6 @@ def test_a_spec_survives_its_file(tmp_path):
     config.save(tmp_path / "request.json")  # as an earlier version wrote it
     config.train.steps = 99
     assert spec.differences(tmp_path) == ["train.steps: 20 against 99"]
-
-
-def test_the_record_of_a_run_has_the_identity_that_the_plan_says(tmp_path):
-    Record("", "x", 0).save(tmp_path / "record.json")
-    assert load_run(tmp_path, "novels", "diff", 3).identity == ("novels", "diff", 3)
 
 
 def test_a_worker_without_a_request_fails(tmp_path):

@@ -17,8 +17,11 @@ from diff_transformer.lab.record import (
     merged,
     of_result,
     records_of,
+    run_of,
     save_all,
 )
+from diff_transformer.report.load import load_evals
+from diff_transformer.report.models import Results, models_in
 
 FIGURES = Path(__file__).parents[2] / "figures"
 
@@ -63,7 +66,7 @@ def test_evaluate_of_one_model_are_one_record_and_a_repeated_one_is_another():
     first, second = merged(map(of_result, results))
     assert first.metrics == {"a": {"x": 1.0}, "b": {"x": 2.0}}
     assert second.metrics == {"a": {"x": 3.0}}
-    assert (first.side, first.seed) == ("diff", 1)
+    assert (first.side, first.seed) == ("diff-seed1", 0)  # no name is taken apart
     named = of_result(Result("a", "Qwen3-0.6B", {}))
     assert (named.side, named.seed) == ("Qwen3-0.6B", 0)
 
@@ -73,7 +76,9 @@ def measured(model, seed, value, **more):
 
 
 def test_the_seed_of_a_measurement_is_not_that_of_training():
-    records = [of_result(measured(model, 7, 0.5)) for model in ("diff-seed3", "Qwen3-0.6B")]
+    run = {"setting": "demo", "side": "diff", "seed": 3}
+    records = [of_result(measured("diff-seed3", 7, 0.5, run=run)), of_result(measured("Qwen3-0.6B", 7, 0.5))]
+    assert [record.identity for record in records] == [("demo", "diff", 3), ("", "Qwen3-0.6B", 0)]
     assert [(record.seed, record.data_seed("needle")) for record in records] == [(3, 7), (0, 7)]
     assert records[0].data_seed("outliers") is None
 
@@ -108,6 +113,41 @@ def test_what_is_not_a_repetition_is_not_averaged(other):
     assert averaged(records) == records
 
 
+def test_models_are_told_apart_by_path_and_weights_and_not_by_name(tmp_path):
+    models = {"runA": ("/runA/tiny", "0123"), "runB": ("/runB/tiny", "4567"), "again": ("/runA/tiny", "89ab")}
+    for name, (path, weights) in models.items():
+        measured("tiny", len(name), 0.5, path=path, weights=weights).save(tmp_path / f"{name}.json")
+    more = Result("outliers", "tiny", {"x": 1.0}, [], {"seed": 1, "path": "/runB/tiny", "weights": "4567"})
+    more.save(tmp_path / "outliers.json")
+    records = load_all(tmp_path)
+    assert {record.model: sorted(record.metrics) for record in records} == {
+        models["runA"]: ["needle"], models["runB"]: ["needle", "outliers"], models["again"]: ["needle"],
+    }  # fmt: skip
+    labels = [one.label for one in models_in(Results(records))]
+    assert sorted(labels) == ["tiny", "tiny (2)", "tiny (3)"]  # two of them have one path
+    assert sorted(one.label for one in models_in(Results(records[1:]))) == ["runA/tiny", "runB/tiny"]
+
+
+def test_the_training_run_of_a_model_says_its_side_and_seed(tmp_path):
+    model = tmp_path / "members" / "llama-seed7" / "run" / "model"
+    model.mkdir(parents=True)
+    assert run_of(str(model)) is None
+    request = {"setting": "demo", "side": "diff", "seed": 1, "config": {}}
+    (model.parents[1] / "request.json").write_text(json.dumps(request))
+    assert run_of(str(model)) == run_of(str(model.parent)) == request
+    assert run_of("") is None
+
+
+def test_what_an_experiment_trained_is_not_among_the_models_of_eval(tmp_path):
+    (tmp_path / "request.json").write_text(json.dumps({"names": ["needle", "ablation"], "models": ["tiny"]}))
+    measured("tiny", 0, 0.5).save(tmp_path / "needle" / "tiny.json")
+    Record("ablation", "diff", 0, metrics={"x": {"y": 1.0}}).save(
+        tmp_path / "ablation" / "runs-runs" / "diff-seed0" / "record.json"
+    )
+    assert [record.side for record in load_all(tmp_path)] == ["tiny"]
+    assert [record.side for record in load_evals(tmp_path)] == ["tiny"]
+
+
 def test_a_result_is_kept_as_a_record_and_that_of_an_earlier_version_is_read(tmp_path):
     result = Result("needle", "tiny-seed3", {"n1_r1": 0.5}, [{"got": "7"}], {"seed": 1, "length": 64})
     result.save(tmp_path / "now.json")
@@ -116,7 +156,7 @@ def test_a_result_is_kept_as_a_record_and_that_of_an_earlier_version_is_read(tmp
         assert load_all(tmp_path / name) == [of_result(result)]
         assert Result.load(tmp_path / name) == result
     record = json.loads((tmp_path / "now.json").read_text())
-    assert (record["schema"], record["side"], record["seed"]) == (2, "tiny", 3)
+    assert (record["schema"], record["side"], record["seed"]) == (2, "tiny-seed3", 0)
     record["metrics"]["outliers"] = {"logits_top1": 3.0}
     (tmp_path / "two.json").write_text(json.dumps(record))
     with pytest.raises(RecordError, match=r"two\.json holds 2 results; give the file of one experiment on one model"):

@@ -265,7 +265,7 @@ def test_two_models_measured_with_three_data_seeds_are_one_training_seed():
     assert "DIFF ahead in this run" in said
     assert "3 measurements of one model, with data seeds 0, 1, 2, are averaged; they are one training seed" in said
     trained = [
-        needle(f"{kind}-seed{seed}", score, seed=0, attention=kind) | {"rows": []}
+        needle("", score, seed=0, attention=kind, run={"setting": "demo", "side": kind, "seed": seed}) | {"rows": []}
         for kind, by_seed in scores.items()
         for seed, score in enumerate(by_seed)
     ]

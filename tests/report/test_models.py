@@ -25,7 +25,8 @@ def test_a_comparison_is_the_pair_with_its_seeds(results):
 
 
 def test_training_seeds_come_from_the_record_and_data_seeds_are_none():
-    entries = [entry("tiny-seed3", {"a": 1.0}), entry("tiny-seed4", {"a": 2.0})]
+    runs = [{"run": {"setting": "", "side": "tiny", "seed": seed}} for seed in (3, 4)]
+    entries = [entry("", {"a": float(seed)}, provenance=run) for seed, run in enumerate(runs, 1)]
     entries.append(entry("other", {"a": 5.0}, provenance={"seed": 7}))
     models = models_in(Results(load_evals(entries)))
     assert [(m.label, m.seeds("a")) for m in models] == [("tiny", {3: 1.0, 4: 2.0}), ("other", {0: 5.0})]

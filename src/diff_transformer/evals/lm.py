@@ -6,6 +6,7 @@ Hugging Face causal LM, and on a ten-line fake. ``evals/attention_tap.py`` looks
 
 import inspect
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -79,10 +80,12 @@ class CausalLM:
         tokenizer: any fast tokenizer; it needs no padding token.
         name: the model's name in results.
         batch_size: most prompts or rows per forward pass.
+        path: the folder or the name on the hub that the model was read from; "" if it was not read.
     """
 
-    def __init__(self, model, tokenizer, name: str, batch_size: int = 32):
+    def __init__(self, model, tokenizer, name: str, batch_size: int = 32, path: str = ""):
         require_positive(batch_size=batch_size)
+        self.path = path
         self.model, self.tokenizer, self.name, self.batch_size = model.eval(), tokenizer, name, batch_size
 
     @property
@@ -323,4 +326,6 @@ def load_lm(
     from diff_transformer.model.loading import label_of, load_model
 
     model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
-    return CausalLM(model, tokenizer, label_of(name_or_path), batch_size=batch_size)
+    folder = Path(name_or_path).expanduser()
+    path = str(folder.resolve()) if folder.exists() else name_or_path
+    return CausalLM(model, tokenizer, label_of(name_or_path), batch_size=batch_size, path=path)

@@ -33,7 +33,7 @@ class Result:
 
     @classmethod
     def load(cls, path: Path) -> "Result":
-        """What ``save`` wrote, also that of an earlier version; of ``NAME-seedK`` with K 0, the model is ``NAME``.
+        """What ``save`` wrote.
 
         Raises:
             RecordError: if the file holds anything else.
@@ -42,5 +42,6 @@ class Result:
         if len(found) != 1:
             raise RecordError(f"{path} holds {len(found)} results; give the file of one experiment on one model")
         ((record, name),) = found
-        model = f"{record.side}-seed{record.seed}" if record.seed else record.side
-        return cls(name, model, record.metrics[name], record.rows.get(name, []), record.provenance.get(name, {}))
+        about = record.provenance.get(name, {})
+        model = f"{record.side}-seed{record.seed}" if "run" in about else record.side
+        return cls(name, model, record.metrics[name], record.rows.get(name, []), about)

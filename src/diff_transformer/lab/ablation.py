@@ -177,7 +177,7 @@ def _measure(
             shown[place] = step
 
     run_pool(runs, jobs=jobs, show=show, executor=executor)
-    return [_row(load_run(place, spec.setting, spec.side, spec.seed)) for place, spec in runs.items()]
+    return [_row(load_run(place)) for place, spec in runs.items()]
 
 
 def _row(record: Record) -> dict:

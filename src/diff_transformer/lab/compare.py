@@ -216,7 +216,7 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     path = out / "throughput.json"
     if path.exists() and {record.side for record in load_all(path)} >= set(sides):
         return
-    folders = {f"{side}-seed0": out / "members" / f"{side}-seed0" / "run" / "model" for side in sides}
+    folders = {side: out / "members" / f"{side}-seed0" / "run" / "model" for side in sides}
     _require_room_for_all(config, [*folders.values()])
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)

@@ -26,7 +26,9 @@ from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.evals.lm import load_lm
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.lab.record import run_of
 from diff_transformer.lab.user_code import load_file
+from diff_transformer.model.loading import fingerprint
 from diff_transformer.settings import as_kind, parse
 
 if TYPE_CHECKING:
@@ -165,26 +167,30 @@ def run_eval(
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
     free = {one.name for one in fields(settings) if one.metadata.get("changes_nothing")}
+    identity = _identity(lm)
     everything = {
-        "eval": name, "model": None if lm is None else lm.name, **_weights(lm), "limit": limit,
+        "eval": name, "model": None if lm is None else lm.name, **identity, "limit": limit,
         **{key: value for key, value in asdict(settings).items() if key not in free},
     }  # fmt: skip
     journal = out.with_name(out.name + ".samples.jsonl")
     samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
     more = {"executor": executor} if executor and name in TRAINS else {}
     result = module.run(lm, settings, samples, **more)
+    result = replace(result, provenance=result.provenance | identity)
     result.save(out)
     samples.done()
     return result
 
 
-def _weights(lm: "CausalLM | None") -> dict[str, str]:
-    """What tells a model from another of its name: its dtype, and the sums of its first and last parameters."""
+def _identity(lm: "CausalLM | None") -> dict[str, Any]:
+    """Which model it is: its path and the fingerprint of its weights, its dtype and, of a training run of this package,
+    the run's setting, side and seed."""
     if not hasattr(lm, "model"):
         return {}
-    parameters = list(lm.model.parameters())
-    sums = (float(p.detach().abs().double().sum()) for p in (parameters[0], parameters[-1]))
-    return {"dtype": str(lm.model.dtype).removeprefix("torch."), "weights": " ".join(f"{s:.6g}" for s in sums)}
+    path = getattr(lm, "path", "")
+    about = {"path": path, "weights": fingerprint(lm.model), "dtype": str(lm.model.dtype).removeprefix("torch.")}
+    run = run_of(path)
+    return about | ({} if run is None else {"run": {key: run[key] for key in ("setting", "side", "seed")}})
 
 
 Bar = Callable[[str, int, int], None]

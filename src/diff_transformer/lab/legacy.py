@@ -60,8 +60,9 @@ def config_of_request(path: Path) -> dict:
 
 def result_fields(value: dict) -> Fields:
     """The dictionary of a ``Result``."""
-    name, (side, seed) = value["eval"], split_name(value["model"])
-    about = {"setting": "", "side": side, "seed": seed, "metrics": {name: value["metrics"]}}
+    name = value["eval"]
+    run = (value.get("provenance") or {}).get("run") or {"setting": "", "side": value["model"], "seed": 0}
+    about = {**run, "metrics": {name: value["metrics"]}}
     return {**about, "rows": {name: value.get("rows") or []}, "provenance": {name: dict(value.get("provenance") or {})}}
 
 

@@ -21,11 +21,12 @@ from typing import Any
 
 from diff_transformer import checks
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.legacy import fields_of, result_fields, split_name
+from diff_transformer.lab.legacy import fields_of, result_fields
 from diff_transformer.lab.sides import PAIR as PAIR
 
 SCHEMA = 2
 FILE = "record.json"  # of a finished run, in its folder
+REQUEST = "request.json"  # its ``RunSpec``
 # Facts of a provenance that may differ between repeated measurements.
 _CIRCUMSTANCES = (
     "seed", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python", "platform",
@@ -86,6 +87,16 @@ class Record:
         return next((about["attention"] for about in said if isinstance(about.get("attention"), str)), None)
 
     @property
+    def model(self) -> tuple[str, str] | None:
+        """Path and fingerprint of the weights of the model that was measured, or None if they are unknown."""
+        said = (about for about in self.provenance.values() if "weights" in about)
+        return next(((about["path"], about["weights"]) for about in said), None)
+
+    def may_be(self, other: "Record") -> bool:
+        """True unless the two records are of different models."""
+        return self.identity == other.identity and (None in (self.model, other.model) or self.model == other.model)
+
+    @property
     def final_loss(self) -> float:
         """The last validation loss of training, in nats a token."""
         return self.curves["validation"]["loss"][-1]
@@ -132,7 +143,7 @@ def merged(records: Iterable[Record]) -> list[Record]:
     made: list[Record] = []
     for record in records:
         for place, other in enumerate(made):
-            if other.identity == record.identity and not _overlap(other, record):
+            if other.may_be(record) and not _overlap(other, record):
                 made[place] = replace(
                     other,
                     config=other.config or record.config,
@@ -180,7 +191,7 @@ def _repeats(earlier: list[Record], record: Record, name: str) -> bool:
     seeds = [one.data_seed(name) for one in earlier]
     return (
         bool(earlier)
-        and earlier[0].identity == record.identity
+        and earlier[0].may_be(record)
         and earlier[0].attention == record.attention
         and None not in (*seeds, record.data_seed(name))
         and record.data_seed(name) not in seeds
@@ -280,13 +291,7 @@ def load_all(source: Path | str) -> list[Record]:
     if not source.is_dir():
         return averaged(records_of(read_json(source), source))
     found: list[Record] = []
-    whole = [path for name in _WHOLE for path in source.rglob(name)]
-    inside = {path.parent for path in whole}
-    for path in sorted(source.rglob("*.json")):
-        if path.name not in _WHOLE and inside & {*path.parents}:
-            continue  # the record of the run holds it already
-        if path.name != FILE and (path.parent / FILE).exists():
-            continue
+    for path in files_of(source):
         try:
             found += records_of(read_json(path), path, source)
         except RecordError:
@@ -297,21 +302,37 @@ def load_all(source: Path | str) -> list[Record]:
     return averaged(merged(found))
 
 
+def files_of(folder: Path) -> list[Path]:
+    """The JSON files below ``folder`` that may hold records, sorted.
+
+    A finished run has one, its record. The folder of ``eval`` has one for each experiment and model; what an experiment
+    trained is not among them.
+    """
+    request = folder / REQUEST
+    if request.is_file() and "names" in (checks.read_json(request) or ()):
+        return sorted(folder.glob("*/*.json"))
+    whole = {path.parent for name in _WHOLE for path in folder.rglob(name)}
+    return [
+        path
+        for path in sorted(folder.rglob("*.json"))
+        if (path.name in _WHOLE or not whole & {*path.parents})
+        and (path.name == FILE or not (path.parent / FILE).exists())
+    ]
+
+
 def comparison_records(folder: Path) -> list[Record]:
     """One record for each model of a comparison of this version, the pair first.
 
     It has what the small model of its side recalls (``recall/``), and its speed (``throughput.json``).
     """
-    request = read_json(folder / "compare.json")
-    setting = str(request["config"]["name"]) if isinstance(request, dict) else ""
     timed = folder / "throughput.json"  # not there if the models do not fit into memory together
     speeds = {one.identity[1:]: one for one in records_of(read_json(timed))} if timed.exists() else {}
     made = []
     for run in filter(finished, (folder / "members").glob("*-seed*")):
-        side, seed = split_name(run.name)
-        record, small = load_run(run, setting, side, seed), folder / "recall" / run.name
-        parts = [("recall", load_run(small, setting, side, seed))] if finished(small) else []
-        parts += [("throughput", speeds[side, seed])] if (side, seed) in speeds else []
+        record, small = load_run(run), folder / "recall" / run.name
+        parts = [("recall", load_run(small))] if finished(small) else []
+        speed = speeds.get((record.side, record.seed))
+        parts += [] if speed is None else [("throughput", speed)]
         for name, part in parts:
             for kind in ("metrics", "rows", "curves", "provenance"):
                 if name in getattr(part, kind):
@@ -327,12 +348,24 @@ def comparison_records(folder: Path) -> list[Record]:
 def of_result(result: Any, *, setting: str = "", side: str | None = None, seed: int | None = None) -> Record:
     """A record of what an experiment returned: a ``Result``, or its dictionary.
 
-    ``side`` and ``seed``, the training seed, default to those in the model's name, such as ``diff-seed0``. The seed of
-    the result's own settings, which draws the examples, is the data seed and stays in the provenance.
+    ``side`` and ``seed``, the training seed, default to those of the training run in the provenance, else to the
+    model's name and 0. The seed of the result's own settings, which draws the examples, is the data seed and stays in
+    the provenance.
     """
     record = Record(**result_fields(result if isinstance(result, dict) else result.to_dict()))
-    side, seed = record.side if side is None else side, record.seed if seed is None else seed
-    return replace(record, setting=setting, side=side, seed=seed)
+    given = {"setting": setting or None, "side": side, "seed": seed}
+    return replace(record, **{name: value for name, value in given.items() if value is not None})
+
+
+def run_of(path: str) -> dict[str, Any] | None:
+    """The ``RunSpec`` of the training run that wrote the model in the folder ``path``, as a dictionary; None for
+    another model."""
+    folder = Path(path)
+    for place in (folder, *folder.parents[:2]) if path else ():
+        if (place / REQUEST).is_file():
+            values = checks.read_json(place / REQUEST)
+            return values if isinstance(values, dict) and "side" in values else None
+    return None
 
 
 def finished(folder: Path) -> bool:
@@ -340,11 +373,11 @@ def finished(folder: Path) -> bool:
     return any((folder / name).exists() for name in _WHOLE)
 
 
-def load_run(folder: Path, setting: str, side: str, seed: int) -> Record:
-    """The record of the finished run in ``folder``. The caller knows its setting, side and seed."""
+def load_run(folder: Path) -> Record:
+    """The record of the finished run in ``folder``."""
     path = next(folder / name for name in _WHOLE if (folder / name).exists())
     (record,) = records_of(read_json(path), path)
-    return replace(record, setting=setting, side=side, seed=seed)
+    return record
 
 
 def read_json(path: Path) -> object:

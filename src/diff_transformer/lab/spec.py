@@ -10,6 +10,7 @@ from typing import Any
 from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.lab.legacy import config_of_request
+from diff_transformer.lab.record import REQUEST
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.matching import VARIANTS, variant
@@ -19,7 +20,6 @@ PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of ev
 RECALL = "recall"  # key-value recall as in training, for runs whose mixture has it
 EXPLORER = "explorer"  # attention maps for the report
 _SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
-REQUEST = "request.json"  # a spec in the folder of its run
 
 
 @dataclass(frozen=True)

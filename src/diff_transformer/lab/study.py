@@ -106,7 +106,7 @@ def best_rates(sweep: Stage, rates: dict[str, float], out: Path) -> dict[str, fl
     assert sweep.score is not None  # it makes the stage a sweep
     best: dict[str, tuple[float, float]] = {}
     for spec in sweep.specs(rates):
-        record = load_run(out / spec.key, spec.setting, spec.side, spec.seed)
+        record = load_run(out / spec.key)
         score = math.inf if record.diverged else sweep.score(record)
         if spec.side not in best or score < best[spec.side][0]:
             best[spec.side] = score, spec.config.optim.lr
@@ -156,7 +156,7 @@ def _differences(spec: RunSpec, folder: Path) -> list[str]:
     """The training settings in which a run in ``folder`` differs from ``spec``. Its measurements may differ."""
     if (folder / REQUEST).exists() or not finished(folder):
         return spec.differences(folder)
-    record, here = load_run(folder, spec.setting, spec.side, spec.seed), spec.config  # a record holds fewer settings
+    record, here = load_run(folder), spec.config  # a record holds fewer settings
     wanted = {"model": here.model, "lr": here.optim.lr, "seed": here.train.seed, "steps": here.train.steps}
     there = {"model": record.config["model"], "lr": record.lr, "seed": record.config["train"]["seed"]}
     return differences({**there, "steps": record.steps}, json.loads(json.dumps(wanted)))

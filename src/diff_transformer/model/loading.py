@@ -1,5 +1,6 @@
 """Load a saved model: only from safetensors (reading a pickle can run code), and only with all of its weights."""
 
+import hashlib
 import logging
 import re
 from collections.abc import Collection, Generator, Mapping
@@ -276,6 +277,17 @@ def padding_token(model: Any, tokenizer: Any) -> int:
     rows = model.get_input_embeddings().weight.shape[0]
     known = (tokenizer.pad_token_id, tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends]))
     return next((token for token in known if token is not None and token < rows), 0)
+
+
+def fingerprint(model: Any) -> str:
+    """12 hexadecimal digits of a model's weights: of up to 1024 values of each parameter, in fp32."""
+    digest = hashlib.sha256()
+    for name, parameter in sorted(model.named_parameters()):
+        values = parameter.detach().flatten()
+        values = values[:: max(1, len(values) // 1024)].float().cpu()
+        digest.update(f"{name} {tuple(parameter.shape)}".encode())
+        digest.update(values.contiguous().numpy().tobytes())
+    return digest.hexdigest()[:12]
 
 
 def label_of(name_or_path: str) -> str:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import read_json
-from diff_transformer.lab.record import FILE, Record, RecordError, averaged, records_of
+from diff_transformer.lab.record import Record, RecordError, averaged, files_of, records_of
 from diff_transformer.lab.record import read_json as read_record
 from diff_transformer.report.charts import Point
 from diff_transformer.report.markup import is_number, plural
@@ -111,10 +111,7 @@ def _from_path(path: Path) -> list[Record]:
     if not path.is_dir():
         return _checked(_read(path), str(path))
     found: list[Record] = []
-    whole = {file.parent for file in path.rglob(FILE)}  # the record of a run holds its experiments
-    for file in sorted(path.rglob("*.json")):
-        if file.name != FILE and whole & {*file.parents}:
-            continue
+    for file in files_of(path):
         try:
             found += _records(_read(file))
         except ResultsError as error:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from diff_transformer.lab.claims import judge
 from diff_transformer.lab.quantities import Quantity
@@ -136,8 +137,9 @@ class Series:
 def models_in(results: Results, *evals: str) -> list[Series]:
     """The models with one of ``evals`` (all models if none is named), in order of appearance.
 
-    Seeds of one model form one series, also across separate experiments. Two contradicting results of the same model,
-    seed and experiment form two series, the second called "NAME (2)". If an experiment of ``BY_DATA`` has several data
+    Seeds of one model form one series, also across separate experiments. Models of one name are told apart by their
+    weights and called by their paths. Two contradicting results of the same model, seed and experiment form two series,
+    the second called "NAME (2)". If an experiment of ``BY_DATA`` has several data
     sets, its metrics are called "DATA: METRIC".
     """
     found: list[Series] = []
@@ -148,9 +150,11 @@ def models_in(results: Results, *evals: str) -> list[Series]:
         same = [one for one in found if (_name(results, one.parts[0]), one.attention) == (name, attention)]
         home = next((one for one in same if _agrees(one, part)), None)
         if home is None:
-            home = Series("", f"{name} ({len(same) + 1})" if same else name, attention)
+            home = Series("", name, attention)
             found.append(home)
         home.parts.append(part)
+    labels = _labels([one.label for one in found], [one.parts[0].record.model for one in found])
+    found = [replace(one, label=label) for one, label in zip(found, labels, strict=True)]
     shown = []
     drawn = sides_of([one.attention for one in found], [one.parts[0].record.side for one in found])
     for one, side in zip(found, drawn, strict=True):
@@ -191,8 +195,25 @@ def _attention(results: Results, part: Measurement) -> str | None:
     return said if isinstance(said, str) else None
 
 
+def _labels(names: list[str], models: list[tuple[str, str] | None]) -> list[str]:
+    """The names, all different: models of one name get as much of their paths as tells them apart, else a number."""
+    labels = list(names)
+    for name in dict.fromkeys(names):
+        places = [place for place, other in enumerate(names) if other == name]
+        paths = [Path(model[0]).parts if (model := models[place]) else () for place in places]
+        depth = next((d for d in range(1, 9) if len({path[-d:] for path in paths}) == len(places)), 0)
+        for nth, (place, path) in enumerate(zip(places, paths, strict=True), 1):
+            if len(places) > 1 and depth and path:
+                labels[place] = "/".join(path[-depth:])
+            elif nth > 1:
+                labels[place] = f"{name} ({nth})"
+    return labels
+
+
 def _agrees(one: Series, part: Measurement) -> bool:
-    """Whether the series has no other value for a metric of the same experiment, seed and data."""
+    """True if the series has no other value for a metric of the same experiment, seed and data, and no other model."""
+    if any(p.record.identity == part.record.identity and not p.record.may_be(part.record) for p in one.parts):
+        return False
     metrics = part.metrics
     others = [p for p in one.parts if (p.eval, p.record.seed, p.data) == (part.eval, part.record.seed, part.data)]
     return all(metrics.get(k, v) == v for other in others for k, v in other.metrics.items())
