@@ -50,7 +50,7 @@ def test_earlier_variants_stay(tmp_path):
     assert known_variants(["dint", "diff", "softmax"], tmp_path) == ["dint"]
     (tmp_path / "variants.json").write_text('["dint"]')
     assert known_variants(["fixed_lambda", "dint"], tmp_path) == ["dint", "fixed_lambda"]
-    with pytest.raises(ValueError, match="no variant 'dinner'; there are: diff, diff_v2, grouped_diff, dint"):
+    with pytest.raises(ValueError, match="no variant 'dinner'; there are: diff, diff_v2, diff_v3, gated, grouped_diff, dint"):
         known_variants(["dinner"], tmp_path)
 
 
@@ -111,7 +111,7 @@ def test_the_command_line_does_not_take_the_attention_of_a_pair(tmp_path, attent
     failed = CliRunner().invoke(app, command).exception
     assert isinstance(failed, ValueError)
     assert "compare trains the pair, diff and softmax, whatever model.attention is; leave it out" in str(failed)
-    assert "--variants (diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm)" in str(failed)
+    assert "--variants (diff_v2, diff_v3, gated, grouped_diff, dint, fixed_lambda, softmax_norm)" in str(failed)
     assert not (tmp_path / "out").exists()
 
 

@@ -5,7 +5,6 @@ from transformers import AutoConfig
 import diff_transformer.model.modeling  # noqa: F401  (registers the configuration)
 from diff_transformer import DiffAttention, DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.heads import count_heads
 from diff_transformer.model.presets import PRESETS, preset
 
 
@@ -39,14 +38,17 @@ def test_paper_sizes(name, billions):
     ("fields", "message"),
     [
         ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
-        ({"num_attention_heads": 3, "head_dim": 8}, "3 attention heads .* must both be even"),
-        ({"num_key_value_heads": 3}, "4 attention heads are not divisible by 3 key/value heads"),
-        ({"num_key_value_heads": 1}, "must both be even"),
+        ({"num_attention_heads": 3, "head_dim": 8}, "3 attention heads and 3 key/value heads do not make pairs"),
+        ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads do not make pairs"),
+        ({"num_key_value_heads": 1}, "do not make pairs, each with keys for both maps"),
         ({"hidden_size": 0}, "hidden_size is 0; it must be positive"),
         ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be positive"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"intermediate_size": -4}, "intermediate_size is -4"),
-        ({"attention": "linear"}, "attention is 'linear'; accepted: 'diff', 'diff_v2', 'grouped_diff', 'dint'"),
+        (
+            {"attention": "linear"},
+            "attention is 'linear'; accepted: 'diff', 'diff_v2', 'diff_v3', 'gated', 'grouped_diff'",
+        ),
         ({"lambda_init": "deep"}, "lambda_init is 'deep'; accepted: 'depth' or a number"),
         ({"head_norm": "layer"}, "head_norm is 'layer'; accepted"),
         ({"head_norm": 1}, "head_norm is 1; accepted"),
@@ -83,7 +85,7 @@ def test_sizes_that_are_no_numbers_are_refused(name):
 @pytest.mark.parametrize("attention", ["dffi", "softmaxx"])
 def test_unknown_attention_has_no_heads(attention):
     with pytest.raises(ValueError, match=f"attention is '{attention}'.* accepted"):
-        count_heads(attention, 4, 4, 8)
+        DiffTransformerConfig(attention=attention, hidden_size=32, num_attention_heads=4)
 
 
 @pytest.mark.parametrize(("attention", "message"), [("dffi", "accepted: 'diff', .*'dint'$"), ("softmax", "take torch")])

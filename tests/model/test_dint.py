@@ -1,12 +1,10 @@
-"""DINT: rows sum to 1, running means, padding, documents, and the state beside the cache."""
+"""DINT: rows sum to 1, running means, padding, documents, whole rows."""
 
-import copy
-import pickle
 from itertools import pairwise
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
 from diff_transformer.model.inputs import Packing
@@ -115,8 +113,6 @@ def test_positions_that_begin_anew_begin_the_mean_anew(training):
     together = model(ids, position_ids=positions).logits
     for part in (slice(0, 8), slice(8, 20)):
         torch.testing.assert_close(together[:, part], model(ids[:, part]).logits, atol=2e-5, rtol=1e-5)
-    with pytest.raises(ValueError, match="positions that begin anew"):
-        model(ids, position_ids=positions, use_cache=True)
 
 
 @pytest.mark.parametrize("additive", [False, True])
@@ -138,31 +134,6 @@ def test_a_mask_under_which_sight_is_lost_is_refused(additive):
     torch.testing.assert_close(got[:, 3:17], model(ids[:, 3:17]).logits, atol=2e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("cache", ["dynamic", "static"])
-@pytest.mark.parametrize("cuts", [[20], [5, 4, 11], [1] * 20, [19, 1]])
-def test_the_cached_state_continues_the_mean(cache, cuts):
-    model, ids = make_model(), tokens()
-    made = (
-        DynamicCache(config=model.config) if cache == "dynamic" else StaticCache(config=model.config, max_cache_len=32)
-    )
-    for _ in range(2):  # and after a reset
-        logits = [model(part, past_key_values=made, use_cache=True).logits for part in ids.split(cuts, 1)]
-        torch.testing.assert_close(torch.cat(logits, 1), model(ids).logits, atol=2e-5, rtol=1e-5)
-        made.reset()
-
-
-def test_padding_of_a_static_cache_has_a_column_for_each_slot():
-    model, ids, mask = make_model(), tokens(2, 7), torch.ones(2, 7, dtype=torch.long)
-    mask[0, :3] = 0
-    slots = torch.zeros(2, 16, dtype=torch.long)
-    slots[:, :7] = mask
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    got = [model(ids[:, :5], attention_mask=slots, past_key_values=cache).logits]
-    got += [model(ids[:, 5:], attention_mask=slots, past_key_values=cache).logits]
-    expected = model(ids, attention_mask=mask).logits
-    torch.testing.assert_close(torch.cat(got, 1)[mask.bool()], expected[mask.bool()], atol=2e-5, rtol=1e-5)
-
-
 def test_a_causal_layer_is_not_called_without_its_limit():
     layer, x = make_layer(), inputs()
     for padding in (None, torch.ones(2, 9, dtype=torch.bool)):
@@ -170,77 +141,27 @@ def test_a_causal_layer_is_not_called_without_its_limit():
             layer(x, is_causal=False, key_padding_mask=padding)
 
 
-@pytest.mark.parametrize("chunk", [None, 6])
-@pytest.mark.parametrize("cache", [{}, {"cache_implementation": "static", "disable_compile": True}])
-def test_padded_prompts_generate_as_alone(chunk, cache):
-    """Left padding of unequal length, also where a chunk of the prompt is padding alone."""
+def test_padded_prompts_generate_as_alone():
+    """Left padding of unequal length; beams too. There is no cache."""
     model, ids = make_model(), tokens(2, 20)
     mask = torch.ones(2, 20, dtype=torch.long)
     mask[0, :2] = mask[1, :9] = 0
-    options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    together = model.generate(ids, attention_mask=mask, prefill_chunk_size=chunk, **cache, **options)
-    for row, start in ((0, 2), (1, 9)):
-        alone = model.generate(ids[row : row + 1, start:], use_cache=False, **options)
-        assert torch.equal(together[row, start:], alone[0])
+    for options in ({}, {"num_beams": 3}):
+        options |= {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        together = model.generate(ids, attention_mask=mask, **options)
+        for row, start in ((0, 2), (1, 9)):
+            assert torch.equal(together[row, start:], model.generate(ids[row : row + 1, start:], **options)[0])
 
 
-def test_beams_take_their_state_along():
-    model, ids = make_model(), tokens()
-    options = {"max_new_tokens": 8, "do_sample": False, "num_beams": 4, "pad_token_id": 0, "eos_token_id": None}
-    assert torch.equal(model.generate(ids, **options), model.generate(ids, use_cache=False, **options))
+@pytest.mark.parametrize("options", [{"use_cache": True}, {"past_key_values": DynamicCache()}])
+def test_a_cache_is_refused(options):
+    with pytest.raises(ValueError, match="means over whole rows; call the model with use_cache=False"):
+        make_model()(tokens(), **options)
+    if "past_key_values" in options:
+        with pytest.raises(ValueError, match="means over whole rows; call it without a cache"):
+            make_layer(layer_index=0)(inputs(), **options)
 
 
-def test_right_padding_leaves_the_state_alone():
-    """A batch of unequal prompts, padded behind: what comes after must not see the padding's queries."""
-    model, ids = make_model(), tokens(1, 12)
-    padded = torch.cat((ids[:, :8], torch.zeros(1, 4, dtype=torch.long)), 1)
-    mask = torch.tensor([[1] * 8 + [0] * 4 + [1]])
-    cache = DynamicCache(config=model.config)
-    model(padded, attention_mask=mask[:, :12], past_key_values=cache)
-    positions = torch.tensor([[8]])
-    last = model(ids[:, 8:9], attention_mask=mask, past_key_values=cache, position_ids=positions).logits
-    torch.testing.assert_close(last, model(ids[:, :9]).logits[:, -1:], atol=2e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("again", [lambda cache: cache, copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-@pytest.mark.parametrize("rows", [[1, 0, 2], [2, 0], [1, 1, 0, 2]])
-def test_the_running_mean_follows_the_batch_of_the_cache(again, rows):
-    model, ids = make_model(), tokens(3, 12)
-    cache = DynamicCache(config=model.config)
-    model(ids[:, :8], past_key_values=cache)
-    cache = again(cache)
-    cache.batch_select_indices(torch.tensor(rows))
-    cache.batch_repeat_interleave(2)
-    step = ids[rows].repeat_interleave(2, dim=0)
-    last = model(step[:, 8:], past_key_values=cache).logits
-    torch.testing.assert_close(last, model(step, use_cache=False).logits[:, 8:], atol=2e-5, rtol=1e-5)
-
-
-def test_what_cannot_go_back_says_so():
-    model, ids = make_model(), tokens(1)
-    with pytest.raises(ValueError, match=r"has no place; make the cache with DynamicCache\(config=model.config\)"):
-        model(ids, past_key_values=DynamicCache())
-    cache = DynamicCache(config=model.config)
-    model(ids, past_key_values=cache)
-    with pytest.raises(RuntimeError, match="does not track past states"):
-        cache.crop(-3)
-    with pytest.raises(ValueError, match="give the whole sequence in one call"):
-        model(ids, past_key_values=cache, output_attentions=True)
-    with pytest.raises(ValueError, match="without causal limit needs all queries at once"):
-        make_layer(False, layer_index=0)(inputs(), past_key_values=DynamicCache(config=model.config))
+def test_a_window_is_refused():
     with pytest.raises(ValueError, match="a window of 8 keys is asked for"):
         preset("debug", attention="dint", sliding_window=8)
-
-
-def test_a_step_of_decoding_compiles():
-    model, ids = make_model(), tokens(1, 6)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    model(ids, past_key_values=cache)
-    step = torch.compile(model, fullgraph=True, backend="eager")
-    seen = ids
-    for token in (3, 5, 7):
-        seen = torch.cat((seen, torch.tensor([[token]])), 1)
-        with torch.no_grad():
-            logits = step(seen[:, -1:], past_key_values=cache).logits
-        torch.testing.assert_close(logits, model(seen).logits[:, -1:], atol=2e-5, rtol=1e-5)

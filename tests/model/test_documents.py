@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.model.cores import AttentionCore
+from diff_transformer.model.heads import CORES, count_heads
 from diff_transformer.model.inputs import Packing, Visible, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
-from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.ops import softmax_calls
 from diff_transformer.ops.softmax_calls import packed_attention
 
@@ -76,7 +77,7 @@ def test_positions_that_begin_anew_separate_documents(any_model, use_cache):
 def test_positions_that_count_on_need_no_mask(any_model):
     ids, masks = rows(), []
     layer = any_model.model.layers[0]
-    layer.register_forward_pre_hook(lambda *call: masks.append(call[2]["attention_mask"]), with_kwargs=True)
+    layer.register_forward_pre_hook(lambda *call: masks.append(call[2]["visible"].mask), with_kwargs=True)
     logits = any_model(input_ids=ids, position_ids=torch.arange(20)[None]).logits
     torch.testing.assert_close(logits, any_model(input_ids=ids).logits)
     assert masks == [None, None]
@@ -122,7 +123,9 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
     """Only a PyTorch whose function takes no grouped heads gets repeated ones."""
     calls = varlen(grouped=version == "with groups")
     q, k, v = (torch.randn(1, n, 20, 8) for n in (4, heads, heads))
-    documents, core = Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13), SoftmaxCore()
+    heads_of = count_heads(CORES["softmax"], 4, heads, 8)
+    core = AttentionCore(CORES["softmax"], 32, heads_of, backend="sdpa")
+    documents = Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13)
     rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
     out = packed_attention(*rows, ends, ends, 13, 13, True, window)
     torch.testing.assert_close(out, core.attend_documents(q, k, v, None, Visible(None, True, window, documents)))

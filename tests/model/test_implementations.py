@@ -6,7 +6,7 @@ from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model import cores, softmax
+from diff_transformer.model import cores
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, check_implementation
 from diff_transformer.model.presets import preset
 from diff_transformer.ops import softmax_calls
@@ -49,7 +49,7 @@ def used_backends(model, monkeypatch, *arguments, **options):
         return wrapped
 
     monkeypatch.setattr(cores, "diff_attention", spy("diff", cores.diff_attention))
-    monkeypatch.setattr(softmax, "softmax_attention", spy("softmax", softmax.softmax_attention))
+    monkeypatch.setattr(cores, "softmax_attention", spy("softmax", cores.softmax_attention))
     model(*arguments, **options)
     monkeypatch.undo()
     return called
@@ -153,7 +153,7 @@ def test_flash_attention_gets_causal_attention_of_both_sides(monkeypatch):
         assert causal
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         q = q * softmax_scale * q.shape[-1] ** 0.5
-        return softmax.softmax_attention(q, k, v, None, True, backend="eager").transpose(1, 2)
+        return softmax_calls.softmax_attention(q, k, v, None, True, backend="eager").transpose(1, 2)
 
     monkeypatch.setattr(softmax_calls, "flash_package", lambda: ("flash_attn", flash_attn_func))
     monkeypatch.setattr(softmax_calls.Flash, "unsupported_reason", lambda device, dtype: None)
@@ -177,7 +177,7 @@ def test_every_backend_has_a_name():
 def test_softmax_backends_give_zero_to_rows_that_see_nothing(backend):
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
     mask = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
-    out = softmax.softmax_attention(q, k, v, mask, False, backend=backend)
+    out = softmax_calls.softmax_attention(q, k, v, mask, False, backend=backend)
     assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
     torch.testing.assert_close(out[:, :, 1], v[:, :, 0])
 
@@ -185,4 +185,4 @@ def test_softmax_backends_give_zero_to_rows_that_see_nothing(backend):
 def test_flex_on_the_cpu_refuses_gradients_of_softmax_attention():
     q, k, v = torch.randn(3, 1, 2, 4, 8, requires_grad=True).unbind()
     with pytest.raises(NotImplementedError, match="no gradients on the CPU"):
-        softmax.softmax_attention(q, k, v, None, True, backend="flex")
+        softmax_calls.softmax_attention(q, k, v, None, True, backend="flex")

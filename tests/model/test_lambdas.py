@@ -25,7 +25,7 @@ def test_an_index_that_is_no_integer_is_refused(index):
 @pytest.mark.parametrize(
     ("value", "message"),
     [
-        (1, "lambda_init is 1; every head is multiplied by 1 - lambda_init, which must be positive"),
+        (1, "lambda_init is 1; heads are multiplied by 1 - lambda_init, which must be positive"),
         (1.5, "give a number below 1, or 'depth'"),
         (float("nan"), "lambda_init is nan; accepted: 'depth' or a number"),
         (float("-inf"), "lambda_init is -inf; accepted"),

@@ -471,7 +471,7 @@ def test_int8_in_memory_is_int8_from_a_folder(tmp_path):
     ("fields", "message"),
     [
         ({"attention": "dffi"}, r"attention is 'dffi' \(did you mean 'diff'\?\)"),
-        ({"attention": "grouped_diff"}, "4 attention heads do not make groups of 2 signal heads"),
+        ({"attention": "grouped_diff"}, "do not make groups of 2 signal heads"),
         ({"head_norm": "no_weigth"}, "head_norm is 'no_weigth'"),
         ({"lambda_init": 1.0}, "lambda_init is 1.0"),
         ({"sliding_window": 0}, "sliding_window is 0"),

@@ -1,25 +1,27 @@
 """The Transformer with a norm on its heads: the control of Table 6."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import to_llama
+from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.cost import count_parameters, model_cost
+from diff_transformer.model.heads import CORES, count_heads
 from diff_transformer.model.inputs import Visible
-from diff_transformer.model.layers import RMSNorm
 from diff_transformer.model.presets import preset
-from diff_transformer.model.softmax import SoftmaxCore
 
 
 def test_each_head_is_normed_by_itself():
     q, k, v = torch.randn(3, 2, 4, 9, 8).unbind()  # [B, n, T, d]
-    norm = RMSNorm(8, 1e-5)
-    torch.nn.init.uniform_(norm.weight)
-    plain = SoftmaxCore()(q, k, v, Visible())
-    normed = SoftmaxCore(norm)(q, k, v, Visible())
-    torch.testing.assert_close(normed, rms_norm(plain, (8,), norm.weight, 1e-5))
+    heads, variant = count_heads(CORES["softmax"], 4, 4, 8), replace(CORES["softmax"], head_norm="weighted")
+    plain, normed = AttentionCore(CORES["softmax"], 32, heads), AttentionCore(variant, 32, heads)
+    torch.nn.init.uniform_(normed.head_norm.weight)
+    plain, normed, weight = plain(q, k, v, Visible()), normed(q, k, v, Visible()), normed.head_norm.weight
+    torch.testing.assert_close(normed, rms_norm(plain, (8,), weight, 1e-5))
     assert not torch.allclose(normed, plain)
 
 

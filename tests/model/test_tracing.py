@@ -65,7 +65,7 @@ def test_a_traced_layer(attention, length, backend):
     layer = Layer(attention, backend=backend)
     x, y = torch.randn(2, 2, length, 32)
     by_jit, by_fx = torch.jit.trace(layer, (x,), check_trace=False), make_fx(layer)(x)
-    assert is_portable(by_jit) == (backend == "auto")
+    assert is_portable(by_jit) == (backend == "auto" or attention == "gated")  # of one map, PyTorch's own
     for traced in (by_jit, by_fx):
         torch.testing.assert_close(traced(y), layer(y))
 
@@ -104,18 +104,13 @@ def test_traced_documents_are_refused():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("attention", ["diff", "dint"])
-def test_a_static_cache_is_exported_or_refused(attention):
+def test_a_static_cache_is_exported():
     from transformers.integrations.executorch import convert_and_export_with_cache
 
-    model = Logits(attention).model
+    model = Logits("diff").model
     model.generation_config.cache_implementation = "static"
     model.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16, "device": "cpu"}
     ids, first = tokens(6)[:1], torch.tensor([0])
-    if attention == "dint":
-        with pytest.raises((ValueError, torch._dynamo.exc.Unsupported), match="lose after its first step"):
-            convert_and_export_with_cache(model, ids[:, :1], first)
-        return
     program = convert_and_export_with_cache(model, ids[:, :1], first).module()
     steps = [program(input_ids=ids[:, i : i + 1], cache_position=first + i) for i in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits)

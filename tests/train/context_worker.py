@@ -12,9 +12,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from diff_transformer.model.attention import make_core
+from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.heads import AttentionSettings
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.train.context_parallel import SequencePart, _attend_own_heads, _attend_own_queries
 
@@ -24,7 +23,7 @@ CASES = [
     ("diff", "gather", {}), ("diff", "heads", {}), ("diff", "gather", {"num_key_value_heads": 8}),
     ("diff", "gather", {"sliding_window": 7}), ("softmax", "gather", {}), ("softmax", "heads", {}),
     ("softmax", "gather", {"sliding_window": 7, "num_key_value_heads": 8}), ("diff_v2", "gather", {}),
-    ("diff_v2", "heads", {}), ("grouped_diff", "gather", {}), ("dint", "heads", {}),
+    ("diff_v2", "heads", {}), ("grouped_diff", "gather", {}), ("dint", "heads", {}), ("diff_v3", "gather", {}),
 ]  # fmt: skip
 
 
@@ -38,24 +37,24 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
         signal_heads_per_noise_head=3,
         **fields,
     )
-    core = make_core(
-        AttentionSettings.of_layer(config, 0), 0, "sdpa" if attention == "softmax" else "reference"
-    ).double()
+    core = Attention.from_config(config, 0).core.double()
+    core.backend = "sdpa" if core.variant.maps == 1 else "reference"
     heads, draw = config.heads, partial(torch.randn, dtype=torch.float64)
     q, k = (draw(BATCH, count, LENGTH, heads.head_dim) for count in (heads.queries, heads.keys))
     v, upstream = (
         draw(BATCH, heads.values, LENGTH, heads.value_dim),
         draw(BATCH, LENGTH, heads.outputs, heads.value_dim),
     )
-    lam = None
-    if attention != "softmax":
-        lam = core.lam(draw(BATCH, LENGTH, HIDDEN)).detach()
+    lam = gate = None
+    if core.variant.maps == 2:
+        lam, gate = (x if x is None else x.detach() for x in core.weights(draw(BATCH, LENGTH, HIDDEN), torch.float64))
     documents = Packing(torch.tensor(bounds, dtype=torch.int32), max(b - a for a, b in pairwise(bounds)))
 
     def results(attend, cut) -> list[torch.Tensor]:
         inputs = [cut(x, 2).detach().clone().requires_grad_() for x in (q, k, v)]
-        of_tokens = cut(lam, 2) if lam is not None and lam.dim() == 4 else lam
-        out = attend(*inputs, of_tokens, Visible(None, True, core.window, documents)).unflatten(0, (BATCH, -1))
+        of_tokens, gates = (cut(x, 2) if x is not None and x.dim() == 4 else x for x in (lam, gate))
+        visible = Visible(None, True, core.window, documents)
+        out = attend(*inputs, of_tokens, visible, gates).unflatten(0, (BATCH, -1))
         (out * cut(upstream, 1)).sum().backward()
         return [out.detach(), *(x.grad for x in inputs)]
 

@@ -63,7 +63,7 @@ def test_output_and_gradients_are_those_of_the_whole_row(processes, tmp_path):
     assert [process.wait(250) for process in started] == [0] * processes
     for rank in range(processes):
         errors = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert len(errors) == 22
+        assert len(errors) == 24
         assert max(errors.values()) < 1e-14, errors
 
 

@@ -28,6 +28,7 @@ class AttentionCall:
         mean: for DINT, ``mean(call, rows, first, change)``: the mean of the first map that DINT adds, for the queries
             ``rows``, whose map is ``first``.
         window: sliding window of the causal mask, as in ``diff_attention``.
+        gate: factor of each query and head, ``[B, H, T, 1]``.
     """
 
     layer: int
@@ -42,6 +43,7 @@ class AttentionCall:
     softcap: float | None = None
     mean: "Mean | None" = None
     window: int | None = None
+    gate: Tensor | None = None
 
     def blocks(self, elements: int = BLOCK) -> Iterator[slice]:
         """Ranges that partition the queries, each with at most ``elements`` logits over all its maps."""
@@ -97,11 +99,16 @@ class AttentionCall:
         return tuple(x.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(fully_masked, 0.0) for x in logits)
 
     def attention(self, rows: slice = slice(None), change: "Change | None" = None) -> Tensor:
-        """``A1 - lambda A2`` (DINT: ``+ lambda G``), or the map of softmax attention: ``[B, H, t, S]``."""
+        """``A1 - lambda A2`` (DINT: ``+ lambda G``), or the map of softmax attention, times the gate.
+
+        Returns:
+            ``[B, H, t, S]``.
+        """
         maps = self.maps(rows, change)
+        gate = 1.0 if self.gate is None else self.gate[:, :, rows]
         if self.lam is None:
-            return maps[0]
-        difference = self.difference(maps, rows)
+            return maps[0] * gate
+        difference = self.difference(maps, rows) * gate
         if self.mean is None:
             return difference
         return difference + self.lam * self.mean(self, rows, maps[0], change)

@@ -131,49 +131,40 @@ def _attribute(owner: Any, name: str, value: Any) -> Generator[None]:
 
 def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
     """``core.attend`` of this package's attention, passed through ``handle``."""
-    from diff_transformer.model.cores import DiffCore
-    from diff_transformer.model.dint import DintCore, RunningMean
-
     before = core.attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, visible: Any, **more: Any) -> Tensor:
-        scale, (mask, is_causal, window, _) = q.shape[-1] ** -0.5, visible
-        given = more.get("running", RunningMean())
-        if isinstance(core, DiffCore):
+    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, visible: Any, gate: Tensor | None = None) -> Tensor:
+        scale, (mask, is_causal, window) = q.shape[-1] ** -0.5, visible[:3]
+        if core.variant.maps == 2:
             q1, q2, k1, k2 = core.split(q, k)
             lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device) if isinstance(lam, float) else lam
-            mean = _dint_mean(core, q, k, visible, given) if isinstance(core, DintCore) else None
-            call = AttentionCall(layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window)
+            mean = _dint_mean(core, q, k, visible) if core.variant.means else None
+            call = AttentionCall(
+                layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window, gate=gate
+            )
         else:
-            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window)
+            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window, gate=gate)
 
         def finish(change: Change) -> Tensor:
-            if not isinstance(core, DintCore):
+            if not core.variant.means:
                 return torch.cat([weighted(call.attention(rows, change), v) for rows in call.blocks()], dim=2)
             parts = []
             for rows in call.blocks():
                 maps = call.maps(rows, change)
                 parts.append((weighted(call.difference(maps, rows), v), weighted(maps[0], v)))
             difference, first = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
-            counted = core.counted(q, k, visible, given)
-            return core.with_means(difference, first, lam, counted, is_causal, given)
+            return core.with_means(difference, first, lam, core.counted(q, k, visible), is_causal)
 
-        return handle(call, lambda: before(q, k, v, lam, visible, **more), finish, False)
+        return handle(call, lambda: before(q, k, v, lam, visible, gate), finish, False)
 
     return attend
 
 
-def _dint_mean(core: Any, q: Tensor, k: Tensor, visible: Any, given: Any) -> Mean:
+def _dint_mean(core: Any, q: Tensor, k: Tensor, visible: Any) -> Mean:
     """G of DINT's ``core``, block by block: the contribution of other queries is computed from their maps."""
-    continues = given.continues(q.shape[2])
 
     def mean(call: AttentionCall, rows: slice, first: Tensor, change: Change | None) -> Tensor:
-        if continues:
-            raise ValueError(
-                "the attention of 'dint' is a mean over all queries so far, and the cache does not keep their maps; "
-                "give the whole sequence in one call"
-            )
-        weights, fully_masked = core.counted(q, k, visible, given)
+        weights, fully_masked = core.counted(q, k, visible)
         running = core.is_causal or visible.is_causal
         start, stop, _ = rows.indices(q.shape[2])
         others = [(0, start)] if running else [(0, start), (stop, q.shape[2])]

@@ -215,7 +215,6 @@ def attention_weights(model: nn.Module) -> list[dict[str, list["Weight"]]]:
 
 def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[Weight]]:
     from diff_transformer.model.attention import Attention
-    from diff_transformer.model.cores import DiffCore
 
     for module in layer.modules():
         names = dict(module.named_children())
@@ -231,7 +230,7 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
         else:
             continue
         found = {**projections, "o": [Weight(_weight(output))]}
-        if isinstance(module, Attention) and isinstance(module.core, DiffCore):
+        if isinstance(module, Attention) and module.core.variant.maps == 2:
             for kind, numbers in _heads_of_maps(module.core, module.heads).items():
                 found[kind] = [Weight(projections[kind[0]][0].parameter, None, tuple(numbers), module.head_dim)]
         extra = {"lambda": (".lambda_", ".lam.proj."), "head_norm": (".head_norm",)}
@@ -248,12 +247,10 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
 
 def _heads_of_maps(core: Any, heads: Any) -> dict[str, list[int]]:
     """The heads of W_Q and W_K that make the first and the second map; shared keys belong to neither."""
-    from diff_transformer.model.cores import DiffV2Core, GroupedDiffCore
-
-    group = core.signal + 1 if isinstance(core, GroupedDiffCore) else 2
+    group = core.variant.signal_heads + 1
     queries = range(heads.queries)
     found = {"q1": [i for i in queries if i % group < group - 1], "q2": [i for i in queries if i % group == group - 1]}
-    if isinstance(core, DiffV2Core):
+    if core.variant.shared_keys:
         return found
     return found | {"k1": list(range(0, heads.keys, 2)), "k2": list(range(1, heads.keys, 2))}
 

@@ -1,70 +1,35 @@
 """Differential attention as a layer, and the softmax attention that it is compared with.
 
 Both are one module, ``Attention``: projections, rotary embedding, cache and output are shared, and only the ``core``
-between them differs (``make_core``). Legend: B batch, T queries, S keys, d head width, dv width of a value head.
+between them differs. Legend: B batch, T queries, S keys, d head width, dv width of a value head.
 ``count_heads`` in ``model/heads.py`` defines how many heads queries, keys, values and outputs have.
 """
 
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import refuse_keywords, require_positive
 from diff_transformer.model.caches import is_paged, mask_unused_slots, slots_in_use, update_cache, update_paged_cache
-from diff_transformer.model.cores import Core, DiffCore, DiffV2Core, GroupedDiffCore
+from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import (
     ATTENTIONS,
-    AttentionSettings,
     HeadCounts,
+    Variant,
     check_attention,
-    check_head_norm,
-    check_rotary_width,
-    check_variant,
     count_heads,
     default_key_value_heads,
+    variant_of,
 )
 from diff_transformer.model.implementations import attention_backend, check_backend
-from diff_transformer.model.inputs import Packing, Visible, newest_columns, with_key_padding
-from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, check_lambda_init, lambda_init
+from diff_transformer.model.inputs import Packing, Visible, with_key_padding
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
-from diff_transformer.model.softmax import SoftmaxCore
 from diff_transformer.ops.arguments import flag
-
-
-def make_core(settings: AttentionSettings, layer_index: int, backend: str, *, is_causal: bool = True) -> Core:
-    """The core of layer ``layer_index``: the few lines in which the models of this package differ.
-
-    Raises:
-        ValueError: for an unknown attention or head norm, or a ``lambda_init`` that is neither ``"depth"`` nor a number
-            below 1.
-    """
-    check_attention(settings.attention)
-    heads, norm_init, norm_eps = settings.heads, settings.head_norm_init, settings.head_norm_eps
-    if settings.attention == "softmax":
-        norm = RMSNorm(heads.value_dim, norm_eps, norm_init) if settings.softmax_head_norm else None
-        core = SoftmaxCore(norm, backend)
-    elif settings.attention == "diff_v2":
-        core = DiffV2Core(TokenLambda(settings.hidden_size, heads.outputs), backend=backend)
-    else:
-        check_head_norm(settings.head_norm, norm_init)
-        check_lambda_init(settings.lambda_init)
-        depth = settings.lambda_init == "depth"
-        start = lambda_init(layer_index, settings.lambda_depth_offset) if depth else float(settings.lambda_init)
-        learned = settings.lambda_learned
-        lam = LearnedLambda(heads.head_dim, start, settings.lambda_std) if learned else FixedLambda(start)
-        weight = settings.head_norm is True
-        norm = RMSNorm(heads.value_dim, norm_eps, norm_init, weight) if settings.head_norm else None
-        if settings.attention == "grouped_diff":
-            core = GroupedDiffCore(lam, norm, backend, signal=heads.outputs // (heads.queries - heads.outputs))
-        elif settings.attention == "dint":
-            core = DintCore(lam, norm, backend, is_causal=is_causal)
-        else:
-            core = DiffCore(lam, norm, backend)
-    core.window = settings.sliding_window
-    return core
+from diff_transformer.ops.reference import DiffMaps
 
 
 class Attention(nn.Module):
@@ -77,7 +42,7 @@ class Attention(nn.Module):
         self,
         hidden_size: int,
         heads: HeadCounts,
-        core: Core,
+        core: AttentionCore,
         *,
         context_size: int | None = None,
         is_causal: bool = True,
@@ -101,7 +66,16 @@ class Attention(nn.Module):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
         """The attention of layer ``layer_idx`` of a model; the models of a pair differ only in the core."""
-        core = make_core(AttentionSettings.of_layer(config, layer_idx), layer_idx, attention_backend(config))
+        variant = config.variant
+        core = (DintCore if variant.means else AttentionCore)(
+            variant,
+            config.hidden_size,
+            config.heads,
+            layer_idx,
+            backend=attention_backend(config),
+            window=config.sliding_window,
+            norm_eps=config.head_norm_eps or config.rms_norm_eps,
+        )
         return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
 
     def forward(
@@ -117,11 +91,12 @@ class Attention(nn.Module):
         cache=None,
         is_causal: bool | None = None,
         documents: Packing | None = None,
+        visible: Visible | None = None,
         output_attentions: bool = False,
         output_attention_parts: bool = False,
         past_key_values=None,
         **options,
-    ):
+    ) -> tuple[Tensor, Tensor | DiffMaps | None]:
         """Attend from ``hidden_states [B, T, hidden_size]`` to itself, or to ``context [B, S, context_size]``.
 
         Args:
@@ -140,6 +115,7 @@ class Attention(nn.Module):
                 ``options``.
             is_causal: overrides the module's own setting.
             documents: packed documents, none of which attends to another; excludes masks, cache and maps.
+            visible: all of the above about masks in one record, as a model builds it for its layers.
             output_attentions: also return the attention map (for differential attention the difference).
             output_attention_parts: return ``DiffMaps`` (both maps and their difference) instead.
             past_key_values: the older name of ``cache``.
@@ -160,24 +136,47 @@ class Attention(nn.Module):
                 f"{type(self).__name__} was called with {2 + len(others)} tensors; it projects q, k and v "
                 "itself: call it with (x) for self-attention, or with (x, context) for cross-attention"
             )
+        if cache is not None and self.core.variant.means:
+            raise ValueError("attention='dint' takes means over whole rows; call it without a cache (use_cache=False)")
         q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, cache)
-        visible = Visible(attention_mask, self.is_causal if is_causal is None else flag("is_causal", is_causal))
-        visible = visible._replace(documents=documents)
-        newest = None if context is not None else newest_columns(key_padding_mask, q.shape[2], cache, self.layer_idx)
-        if cache is not None:
-            k, v, visible = self._with_cached(q.shape[2], k, v, visible, cache, key_padding_mask is not None, options)
         with_maps = output_attentions or output_attention_parts
-        visible = self._complete(visible, key_padding_mask, k, cache, context, with_maps)
-        state = self.core.call_state(
-            cache, self.layer_idx, newest if query_padding_mask is None else query_padding_mask
-        )
-        if with_maps:
-            out, weights = self.core.forward_with_maps(q, k, v, visible, hidden_states=hidden_states, **state)
-        else:
-            out, weights = self.core(q, k, v, visible, hidden_states=hidden_states, **state), None
-        if not output_attention_parts:
-            weights = getattr(weights, "difference", weights)
-        return self.o_proj(out.flatten(2)), weights
+        if visible is None:
+            causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
+            visible = Visible(attention_mask, causal, None, documents, query_padding_mask)
+            visible = self._complete(visible, q.shape[2], k, key_padding_mask, cache, context)
+        if visible.documents is not None and with_maps:
+            raise ValueError("packed documents came with attention maps as output, which are not computed for them")
+        if is_paged(cache):
+            k, v = update_paged_cache(cache, k, v, self.layer_idx, visible.mask, options)
+        elif cache is not None:
+            k, v = update_cache(cache, k, v, self.layer_idx)
+            if visible.slots is not None:
+                k, v = k[:, :, : visible.slots], v[:, :, : visible.slots]
+        if not with_maps:
+            return self.o_proj(self.core(q, k, v, visible, hidden_states=hidden_states).flatten(2)), None
+        out, maps = self.core.forward_with_maps(q, k, v, visible, hidden_states=hidden_states)
+        return self.o_proj(out.flatten(2)), maps if output_attention_parts else maps.difference
+
+    def lambdas(self, hidden_states: Tensor | None = None) -> Tensor | None:
+        """Lambda of this layer without gradient, in fp32: a scalar, or ``[B, h, T, 1]`` for each token and head.
+
+        Args:
+            hidden_states: the layer's input ``[B, T, hidden_size]``, for variants whose lambda depends on the token.
+
+        For ``"diff_v3"``, the weight of the second map over that of the first. None for one map.
+        """
+        with torch.no_grad():
+            dtype = self.q_proj.weight.dtype if hidden_states is None else hidden_states.dtype
+            lam, _ = self.core.weights(hidden_states, dtype)
+            return None if lam is None else torch.as_tensor(lam, dtype=torch.float32)
+
+    def attention_maps(self, hidden_states: Tensor, context: Tensor | None = None, **options) -> DiffMaps:
+        """Both softmax maps of this layer and the map that multiplies V: ``(first, second, difference)``.
+
+        Each is fp32 ``[B, h, T, S]``; with one map (``"softmax"``, ``"gated"``) the second is 0. ``options`` are those
+        of ``forward``: masks, positions, a cache.
+        """
+        return self(hidden_states, context, output_attention_parts=True, **options)[1]
 
     def _project(self, hidden_states, context, position_ids, position_embeddings, cache) -> tuple[Tensor, ...]:
         """Queries, keys and values with their positions, each [B, heads, length, width].
@@ -220,50 +219,43 @@ class Attention(nn.Module):
             raise ValueError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
-    def _with_cached(
-        self, queries: int, k: Tensor, v: Tensor, visible: Visible, cache, padded: bool, options: dict
-    ) -> tuple[Tensor, Tensor, Visible]:
-        """Add ``k`` and ``v`` to ``cache``: all keys and values, and what ``queries`` new queries see of them."""
-        if is_paged(cache):
-            return *update_paged_cache(cache, k, v, self.layer_idx, visible.mask, options), visible
-        of_call = (cache, self.layer_idx, queries)
-        in_use = slots_in_use(*of_call, self.core.window)
-        if not visible.is_causal or padded or (visible.mask is not None and visible.mask.shape[-1] != in_use):
-            in_use = None  # the masks have a column for each slot
-        if in_use is None:
-            mask, causal = mask_unused_slots(*of_call, visible.mask, visible.is_causal, self.core.window, k.device)
-            return *update_cache(cache, k, v, self.layer_idx), visible._replace(mask=mask, is_causal=causal)
-        k, v = update_cache(cache, k, v, self.layer_idx)
-        return k[:, :, :in_use], v[:, :, :in_use], visible
-
     def _complete(
-        self, visible: Visible, key_padding_mask: Tensor | None, k: Tensor, cache, context, with_maps: bool
+        self, visible: Visible, queries: int, k: Tensor, key_padding_mask: Tensor | None, cache, context
     ) -> Visible:
-        """``visible`` with padding and the window; ValueError for arguments that exclude one another."""
-        mask, causal, _, documents = visible
-        if not causal and mask is None and self.core.window is not None:
+        """``visible`` with padding, window and the unused slots of a static cache; call before updating the cache.
+
+        Raises:
+            ValueError, TypeError: for arguments that exclude one another, or a mask of integers.
+        """
+        mask, causal, _, documents, tokens, slots = visible
+        window, keys = self.core.window, k.shape[2]
+        if not causal and mask is None and window is not None:
             raise ValueError(
-                f"window={self.core.window} without is_causal=True; a window counts back from the query's own "
-                "position. Give a band as attention_mask instead"
+                f"window={window} without is_causal=True; a window counts back from the query's own position. Give a "
+                "band as attention_mask instead"
             )
-        alone = cache is None and k.shape[2] > 1
-        if alone and not causal and mask is None and self.core.is_causal:
+        if not causal and mask is None and keys > 1 and getattr(self.core, "is_causal", False):
             raise ValueError(
                 "attention='dint' was built with is_causal=True and takes running means; build it with is_causal=False"
             )
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
             raise TypeError(f"attention_mask is {mask.dtype}; give bool (True = attend) or an additive mask")
-        mask = with_key_padding(mask, key_padding_mask, k)
-        visible = Visible(mask, causal, self.core.window if causal else None, documents)
-        if documents is None:
-            return visible
+        if tokens is None and key_padding_mask is not None and context is None:
+            tokens = key_padding_mask[:, -queries:]
+        if cache is not None and not is_paged(cache):
+            of_call = cache, self.layer_idx, queries
+            slots, (keys, _) = slots_in_use(*of_call, window), cache.get_mask_sizes(queries, self.layer_idx)
+            masked = key_padding_mask is not None or (mask is not None and mask.shape[-1] != slots)
+            if slots is None or not causal or masked:
+                slots, (mask, causal) = None, mask_unused_slots(*of_call, mask, causal, window, k.device)
+        mask = with_key_padding(mask, key_padding_mask, k.shape[0], keys)
         excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
-        wrong = [name for name, given in {**excluded, "attention maps as output": with_maps}.items() if given]
+        wrong = [name for name, present in excluded.items() if present and documents is not None]
         if wrong:
             raise ValueError(
                 f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
             )
-        return visible
+        return Visible(mask, causal, window if causal else None, documents, tokens, slots)
 
 
 class DiffAttention(Attention):
@@ -277,8 +269,9 @@ class DiffAttention(Attention):
         hidden_size: width of the input and the output.
         num_heads: heads of the softmax attention that it replaces: even; h = ``num_heads // 2`` differential heads.
             The authors advise h >= 8.
-        attention: ``"diff"``, ``"diff_v2"``, ``"grouped_diff"`` or ``"dint"``; ``DiffTransformerConfig`` documents the
-            meaning of ``num_heads`` and ``num_key_value_heads`` for each.
+        attention: ``"diff"``, ``"diff_v2"``, ``"diff_v3"``, ``"gated"``, ``"grouped_diff"`` or ``"dint"``;
+            ``DiffTransformerConfig`` documents the meaning of ``num_heads`` and ``num_key_value_heads`` for each. Or a
+            ``Variant`` (``model/heads.py``), for ablations; the arguments that choose one then have no effect.
         num_key_value_heads: for grouped-query attention: even, divides ``num_heads``; ``num_heads`` if None.
         head_dim: width d of queries and keys (values have 2d); ``hidden_size // num_heads`` if None.
         value_head_dim: width of a value head, if not 2d.
@@ -308,7 +301,7 @@ class DiffAttention(Attention):
         hidden_size: int,
         num_heads: int,
         *,
-        attention: str = "diff",
+        attention: str | Variant = "diff",
         num_key_value_heads: int | None = None,
         head_dim: int | None = None,
         value_head_dim: int | None = None,
@@ -353,31 +346,38 @@ class DiffAttention(Attention):
             raise ValueError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
         if attention == "softmax":
             raise ValueError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
-        check_attention(attention, ATTENTIONS[:-1])
-        check_variant(attention, lambda_learned=lambda_learned, window=window)
         check_backend(backend)
         is_causal = flag("is_causal", is_causal)
-        if rope_theta is not None:
-            check_rotary_width(head_dim)
+        if rope_theta is not None and head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         if window is not None and not is_causal:
             raise ValueError(
                 f"window={window} without is_causal=True; a window counts back from the query's own position. "
                 "Set is_causal=True, or give another band as attention_mask"
             )
-        signal = signal_heads_per_noise_head
-        key_value_heads = num_key_value_heads or default_key_value_heads(attention, num_heads, signal)
-        heads = count_heads(attention, num_heads, key_value_heads, head_dim, value_head_dim, signal)
-        check_head_norm(head_norm, head_norm_init)
-        check_lambda_init(lambda_init)
-        settings = AttentionSettings(
-            attention=attention, hidden_size=hidden_size, heads=heads, lambda_init=lambda_init,
-            lambda_learned=lambda_learned, lambda_std=lambda_std, head_norm=head_norm, head_norm_init=head_norm_init,
-            head_norm_eps=norm_eps, sliding_window=window,
-        )  # fmt: skip
+        if isinstance(attention, Variant):
+            variant = attention
+        else:
+            check_attention(attention, ATTENTIONS[:-1])
+            variant = variant_of(
+                SimpleNamespace(
+                    attention=attention, lambda_init=lambda_init, lambda_depth_offset=0, lambda_std=lambda_std,
+                    lambda_learned=lambda_learned, head_norm=head_norm, head_norm_init=head_norm_init,
+                    softmax_head_norm=False, signal_heads_per_noise_head=signal_heads_per_noise_head,
+                    sliding_window=window,
+                )
+            )  # fmt: skip
+        key_value_heads = num_key_value_heads or default_key_value_heads(variant, num_heads)
+        heads = count_heads(variant, num_heads, key_value_heads, head_dim, value_head_dim)
+        options = {"backend": backend, "window": window, "norm_eps": norm_eps}
+        if variant.means:
+            core = DintCore(variant, hidden_size, heads, layer_index, is_causal=is_causal, **options)
+        else:
+            core = AttentionCore(variant, hidden_size, heads, layer_index, **options)
         super().__init__(
             hidden_size,
             heads,
-            make_core(settings, layer_index, backend, is_causal=is_causal),
+            core,
             context_size=context_size,
             is_causal=is_causal,
             rope_theta=rope_theta,

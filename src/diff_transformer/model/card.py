@@ -9,6 +9,8 @@ from diff_transformer.model.cost import count_parameters
 _KINDS = {
     "diff": "DIFF Transformer (differential attention, arXiv 2410.05258)",
     "diff_v2": "DIFF Transformer V2 (differential attention with a lambda for each token and head)",
+    "diff_v3": "DIFF Transformer V3 (differential attention with a gate on each map, for each token and head)",
+    "gated": "Transformer with gated softmax attention",
     "grouped_diff": "DIFF Transformer with grouped differential attention (arXiv 2510.06949)",
     "dint": "DINT Transformer (differential attention plus its mean, arXiv 2501.17486)",
     "softmax": "Transformer with softmax attention, the baseline of a DIFF Transformer",

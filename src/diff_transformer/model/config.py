@@ -2,6 +2,7 @@
 
 import difflib
 import warnings
+from dataclasses import replace
 from functools import cache
 from typing import Annotated, Any
 
@@ -9,15 +10,15 @@ from transformers import PreTrainedConfig
 
 from diff_transformer.model.heads import ATTENTIONS as ATTENTIONS
 from diff_transformer.model.heads import (
+    CORES,
     HeadCounts,
-    check_head_norm,
-    check_rotary_width,
-    check_variant,
+    Variant,
+    check_attention,
     count_heads,
     default_key_value_heads,
+    variant_of,
 )
 from diff_transformer.model.implementations import check_backend
-from diff_transformer.model.lambdas import check_lambda_init
 from diff_transformer.settings import POSITIVE, PositiveInt, Rule, as_kind, check_rules, one_of
 
 ACTIVATIONS = ("silu", "poly_norm")
@@ -50,8 +51,9 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     attention: str = "diff"
     """``"diff"``; ``"softmax"`` (the matched Transformer: Llama's architecture); ``"diff_v2"`` (lambda of each token
-    and head, maps share keys and values, no head norm); ``"grouped_diff"`` (arXiv 2510.06949: several signal heads
-    share a noise head); ``"dint"`` (arXiv 2501.17486: rows sum to 1)."""
+    and head, maps share keys and values, no head norm); ``"diff_v3"`` (V2 with such a weight on the first map too:
+    s1 A1 - s2 A2); ``"gated"`` (softmax attention with a gate for each token and head); ``"grouped_diff"`` (arXiv
+    2510.06949: several signal heads share a noise head); ``"dint"`` (arXiv 2501.17486: rows sum to 1)."""
 
     vocab_size: PositiveInt = 32000
     """Number of tokens in the vocabulary."""
@@ -160,10 +162,12 @@ class DiffTransformerConfig(PreTrainedConfig):
             hint = f"did you mean {near[0]!r}?" if near else "see the documentation of DiffTransformerConfig"
             raise ValueError(f"DiffTransformerConfig has no field {key!r}; {hint}")
         check_rules(self)
+        check_attention(self.attention)
         if self.num_key_value_heads is None:
-            self.num_key_value_heads = default_key_value_heads(
-                self.attention, self.num_attention_heads, self.signal_heads_per_noise_head
-            )
+            row = CORES[self.attention]
+            if row.signal_heads > 1:
+                row = replace(row, signal_heads=self.signal_heads_per_noise_head)
+            self.num_key_value_heads = default_key_value_heads(row, self.num_attention_heads)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise ValueError(
@@ -208,7 +212,15 @@ class DiffTransformerConfig(PreTrainedConfig):
             if hasattr(value := getattr(self, name), "item"):  # a scalar of NumPy
                 setattr(self, name, value.item())
         check_rules(self)
-        _check_choices(self)
+        check_backend(self.backend)
+        norm_init, head_dim = self.head_norm_init, self.head_dim
+        if isinstance(norm_init, list | tuple) and len(norm_init) != self.num_hidden_layers:
+            raise ValueError(
+                f"head_norm_init has {len(norm_init)} values for {self.num_hidden_layers} layers; give one number for "
+                "all layers, or one for each"
+            )
+        if head_dim is not None and head_dim % 2:
+            raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         _ = self.heads  # raises for head counts that do not fit
         for name, kind in DiffTransformerConfig.__annotations__.items():
             setattr(self, name, as_kind(kind, getattr(self, name), name))  # 2.0 becomes 2
@@ -218,30 +230,18 @@ class DiffTransformerConfig(PreTrainedConfig):
         """Heads of queries, keys, values and outputs, and their widths."""
         assert self.num_key_value_heads is not None  # set by __post_init__
         assert self.head_dim is not None
-        return count_heads(
-            self.attention,
-            self.num_attention_heads,
-            self.num_key_value_heads,
-            self.head_dim,
-            self.value_head_dim,
-            self.signal_heads_per_noise_head,
-        )
+        counts = self.num_attention_heads, self.num_key_value_heads, self.head_dim, self.value_head_dim
+        return count_heads(self.variant, *counts)
+
+    @property
+    def variant(self) -> Variant:
+        """What the cores of the layers compute."""
+        return variant_of(self)
 
     @property
     def num_diff_heads(self) -> int:
         """The paper's h: heads that are a difference of two maps; for softmax attention those of its counterpart."""
-        return self.num_attention_heads // 2 if self.attention == "softmax" else self.heads.outputs
-
-    @property
-    def layer_types(self) -> list[str]:
-        """The kind of cache that transformers makes for each layer; ``"dint"`` also keeps a running mean.
-
-        Raises:
-            AttributeError: for every other attention, which needs only keys and values.
-        """
-        if self.attention != "dint":
-            raise AttributeError(f"attention={self.attention!r} has no layer_types")
-        return ["hybrid"] * self.num_hidden_layers
+        return self.num_attention_heads // 2 if self.variant.maps == 1 else self.heads.outputs
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
@@ -252,7 +252,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
         plan |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
         plan |= {"layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"}
-        return plan | ({"layers.*.self_attn.core.lam.proj": "colwise"} if self.attention == "diff_v2" else {})
+        return plan | ({"layers.*.self_attn.core.lam.proj": "colwise"} if self.variant.sigmoids else {})
 
     @base_model_tp_plan.setter
     def base_model_tp_plan(self, plan: dict | None):  # ty: ignore[incompatible-property-override]
@@ -303,20 +303,3 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     from diff_transformer.model.matching import cost_matched
 
     return cost_matched(config, attention="softmax", softmax_head_norm=False)
-
-
-def _check_choices(config):
-    check_variant(config.attention, lambda_learned=config.lambda_learned, window=config.sliding_window)
-    check_backend(config.backend)
-    check_head_norm(config.head_norm, config.head_norm_init)
-    if config.softmax_head_norm and config.attention != "softmax":
-        raise ValueError(
-            f"softmax_head_norm is for attention='softmax', not {config.attention!r}; there, set head_norm"
-        )
-    if isinstance(config.head_norm_init, list | tuple) and len(config.head_norm_init) != config.num_hidden_layers:
-        raise ValueError(
-            f"head_norm_init has {len(config.head_norm_init)} values for {config.num_hidden_layers} layers; give one "
-            f"number for all layers, or one for each"
-        )
-    check_lambda_init(config.lambda_init)
-    check_rotary_width(config.head_dim)

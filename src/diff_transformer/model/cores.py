@@ -1,203 +1,234 @@
-"""The cores of ``"diff"``, ``"diff_v2"`` and ``"grouped_diff"``: differential attention between projections and W_O.
+"""Attention between the projections and W_O: one core, whose ``Variant`` says what it computes.
 
-A core is the one thing in which the models of a pair differ; ``softmax.py`` has the baseline's and ``dint.py`` that of
-``"dint"``. Legend: B batch, T queries, S keys, n query heads of the matched Transformer (h = n / 2 differential heads),
-m its key/value heads (g = m / 2), d head width, dv width of a value head.
+Legend: B batch, T queries, S keys, h output heads, g value heads, r signal heads that share a noise head, d width of a
+query head, dv width of a value head. ``count_heads`` says how many heads queries, keys and values have.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeGuard, TypeVar
+import math
+from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
+from diff_transformer.model.heads import HeadCounts, Variant
 from diff_transformer.model.inputs import Packing, Visible
-from diff_transformer.model.lambdas import LambdaModule, LearnedLambda
+from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, lambda_init
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import can_decode, decode_heads, diff_attention, diff_attention_maps
+from diff_transformer.ops.api import DecodeWeights, decode_head, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
+from diff_transformer.ops.softmax_calls import packed_attention, packs, softmax_attention
 from diff_transformer.ops.varlen import diff_attention_varlen
 
-Part = TypeVar("Part", bound=nn.Module)
-Lambda = float | Tensor  # a number, a scalar or [B, h, T, 1]
+Lambda = Any  # a number, a scalar tensor, or [B, h, T, 1]; None for one map
 
 
-class Core(nn.Module):
-    """What the layer around a core calls: ``forward``, ``forward_with_maps`` and ``call_state``.
+class AttentionCore(nn.Module):
+    """The attention of one layer between its projections and W_O.
 
-    ``window``: in causal attention each query sees its last ``window`` keys, its own included; None for all keys.
-    ``is_causal``: the core computes causally whatever a call says ("dint").
+    lam: the module of lambda, or of the sigmoids of each token (a gate, lambda, or both); None for softmax attention.
+    gates: the module of a gate beside a lambda that is no sigmoid; None without one.
+    head_norm: RMSNorm of each head, or None.
+    window: in causal attention each query sees its last ``window`` keys, its own included; None for all keys.
+    backend: of ``diff_attention``; for one map of ``softmax_attention``.
     """
 
-    window: int | None = None
-    is_causal: bool = False
+    lam: Any
 
-    backend: str
-    attend: Callable[..., Tensor]
-    attend_documents: Callable[..., Tensor]
-    maps: Callable[..., Any]
-
-    def normalise(self, out: Tensor) -> Tensor:
-        """What follows attention in each head ``[B, T, heads, width]``."""
-        return out
-
-    def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, **state) -> tuple:
-        """Output and attention maps.
-
-        With ``attn_implementation="eager"`` the output is computed from the maps, so that gradients reach them. Other
-        backends never form the maps; there they are computed beside the output.
-        """
-        if not self.output_follows_maps():
-            return self(q, k, v, visible, **state), self.maps(q, k, visible, **state)
-        maps = self.maps(q, k, visible, **state)
-        weights = getattr(maps, "difference", maps)  # [B, heads, T, S], fp32
-        values = v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
-        return self.normalise((weights @ values).to(v.dtype).transpose(1, 2)), maps
-
-    def output_follows_maps(self) -> bool:
-        """Whether the output can be computed from the maps: the backend forms them, and no experiment replaced it."""
-        return self.backend in ("reference", "eager") and "attend" not in self.__dict__
-
-    def call_state(self, cache, layer_idx: int, tokens: Tensor | None) -> dict:
-        """Further keyword arguments of ``attend`` and ``maps``, for cores that need more than q, k and v."""
-        return {}
-
-
-class DiffCore(Core):
-    """``(1 - lambda_init) * RMSNorm(DiffAttn(q, k, v))``, each head by itself (section 2.1, equations 1 to 3).
-
-    Without the head norm the constant factor stays: the ablation of Table 6 removes the norm alone.
-    """
-
-    lam: LambdaModule
-    head_norm: RMSNorm | None
-
-    def __init__(self, lam: LambdaModule, head_norm: RMSNorm | None = None, backend: str = "auto"):
+    def __init__(
+        self,
+        variant: Variant,
+        hidden_size: int,
+        heads: HeadCounts,
+        layer_index: int = 0,
+        *,
+        backend: str = "auto",
+        window: int | None = None,
+        norm_eps: float = 1e-5,
+    ):
         super().__init__()
-        self.lam, self.head_norm, self.backend = lam, head_norm, backend
+        if variant.maps == 1:
+            backend = "eager" if backend in ("reference", "eager") else backend if backend == "flex" else "sdpa"
+        self.variant, self.backend, self.window = variant, backend, window
+        start, norm_init = variant.lambda_init, variant.head_norm_init
+        start = lambda_init(layer_index, variant.lambda_depth_offset) if start == "depth" else float(start)
+        self.lam = None
+        if variant.lam == "learned":
+            self.lam = LearnedLambda(heads.head_dim, start, variant.lambda_std)
+        elif variant.lam == "fixed":
+            self.lam = FixedLambda(start)
+        elif variant.sigmoids:
+            first = 0.5 if variant.gate == "first" else 1.0  # weights of the maps at zero logits
+            second = 0.5 if variant.initial_ratio is None else first * variant.initial_ratio
+            self.lam = TokenLambda(
+                hidden_size, heads.outputs, variant.sigmoids,
+                offset=math.log(second / (1 - second)), telemetry=variant.lam == "token",
+            )  # fmt: skip
+        self.gates = None
+        if variant.gate and variant.lam in ("learned", "fixed"):
+            self.gates = TokenLambda(hidden_size, heads.outputs, telemetry=False)
+        norm_init = norm_init[layer_index] if isinstance(norm_init, list | tuple) else norm_init
+        norm = RMSNorm(heads.value_dim, norm_eps, norm_init, variant.head_norm == "weighted")
+        self.head_norm = norm if variant.head_norm else None
+
+    @property
+    def gain(self) -> float:
+        """The constant that multiplies each head."""
+        return self.variant.head_scale * (1.0 - self.lam.initial if self.variant.factor else 1.0)
 
     def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor | None = None
+    ) -> Tensor:
+        """``q``, ``k``, ``v`` with the heads of ``count_heads``, ``[B, heads, length, width]`` -> ``[B, T, h, dv]``.
+
+        ``hidden_states [B, T, hidden_size]``: the input from which the numbers of each token are computed.
+        """
+        lam, gate = self.weights(hidden_states, v.dtype)
+        before, after = (None, gate) if self.variant.gate == "normed" else (gate, None)
+        if visible.documents is not None:
+            out = self.attend_documents(q, k, v, lam, visible, before).unflatten(0, (q.shape[0], q.shape[2]))
+            return self.finish(out, after)
+        out = decode_in_one_call(self, q, k, v, lam, gate, visible)
+        return self.finish(self.attend(q, k, v, lam, visible, before).transpose(1, 2), after) if out is None else out
+
+    def weights(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Lambda, Tensor | None]:
+        """Lambda, and the gate ``[B, h, T, 1]`` or None; in fp32 or wider.
+
+        With gate="first" lambda is s2 / s1, since s1 A1 - s2 A2 = s1 (A1 - (s2 / s1) A2). s1 stops where the rounding
+        of ``dtype``, that of the heads, hides it.
+        """
+        lam = gate = None
+        if self.variant.sigmoids and self.gates is None:
+            columns = self.lam(hidden_states).split(1, 3)  # gate, lambda: each [B, h, T, 1]
+            gate, lam = columns[0] if self.variant.gate else None, columns[-1] if self.variant.lam else None
+        elif self.lam is not None:
+            lam = self.lam(hidden_states)
+            gate = None if self.gates is None else self.gates(hidden_states)
+        if gate is not None and lam is not None and self.variant.gate == "first":
+            gate = gate.clamp_min(torch.finfo(dtype).eps / 4)
+            lam = lam / gate
+        return lam, gate
+
+    def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries and keys of the two maps, ``(q1, q2, k1, k2)``, as ``diff_attention`` takes them.
+
+        The query heads of a group are adjacent: r signal heads, then their noise head. So are the two key heads of a
+        group; ``k`` may have them side by side, ``[B, g, S, 2d]``.
+        """
+        r = self.variant.signal_heads
+        (q1, q2), (k1, k2) = _pairs(q) if r == 1 else _groups(q, r), (k, k)
+        if k.shape[3] > q.shape[3]:
+            k1, k2 = k.chunk(2, dim=3)
+        elif not self.variant.shared_keys:
+            k1, k2 = _pairs(k)
+        return q1, q2, k1, k2
+
+    def attend(
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, gate: Tensor | None = None
+    ) -> Tensor:
+        """``gate (A1 - lambda A2) V`` or ``gate A1 V``, before the norm: ``[B, h, T, dv]``; ``gate [B, h, T, 1]``."""
+        mask, causal, window = visible[:3]
+        if self.variant.maps == 1:
+            return _gated(softmax_attention(q, k, v, mask, causal, window=window, backend=self.backend), gate)
+        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "window": window}
+        return _gated(diff_attention(*self.split(q, k), v, lam, **options, backend=self.backend), gate)
+
+    def attend_documents(
         self,
         q: Tensor,
         k: Tensor,
         v: Tensor,
+        lam: Lambda,
         visible: Visible,
-        *,
-        hidden_states: Tensor | None = None,
-        lam: Lambda | None = None,
-        **state,
-    ) -> Tensor:
-        """``q``, ``k``, ``v`` with the heads of ``count_heads``, ``[B, heads, length, width]`` -> ``[B, T, h, dv]``.
-
-        ``hidden_states [B, T, hidden_size]``: the input from which a lambda for each token is computed.
-        """
-        out = self.decode(q, k, v, visible, hidden_states) if lam is None else None
-        if out is not None:
-            return out
-        lam = self.lam(hidden_states) if lam is None else lam
-        if visible.documents is None:
-            return self.normalise(self.attend(q, k, v, lam, visible, **state).transpose(1, 2))
-        out = self.attend_documents(q, k, v, lam, visible)
-        return self.normalise(out.unflatten(0, (q.shape[0], q.shape[2])))
-
-    def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries and keys of the two maps, ``(q1, q2, k1, k2)``, as ``diff_attention`` takes them."""
-        return pair_heads(q, k)
-
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible) -> Tensor:
-        """``(A1 - lambda A2) V``, before the head norm: ``[B, h, T, dv]``."""
-        q1, q2, k1, k2 = self.split(q, k)
-        return diff_attention(
-            q1, q2, k1, k2, v, lam, attn_mask=visible.mask, is_causal=visible.is_causal, window=visible.window,
-            backend=self.backend,
-        )  # fmt: skip
-
-    def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, of_keys: Packing | None = None
+        gate: Tensor | None = None,
+        of_keys: Packing | None = None,
     ) -> Tensor:
         """``attend`` within each packed document: ``[B * T, h, dv]``.
 
         ``of_keys``: where the same documents are among the keys, if not where they are among the queries.
         """
-        q1, q2, k1, k2 = self.split(q, k)
-        rows1, rows2, keys1 = (concatenate_rows(x) for x in (q1, q2, k1))
-        keys2 = keys1 if k2 is k1 else concatenate_rows(k2)
-        lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
         assert visible.documents is not None
+        causal, window, backend = visible.is_causal, visible.window, self.backend
         (bounds, longest), (bounds_k, longest_k) = visible.documents, of_keys or visible.documents
-        return diff_attention_varlen(
-            rows1, rows2, keys1, keys2, concatenate_rows(v), lam, bounds, bounds_k, longest, longest_k,
-            is_causal=visible.is_causal, window=visible.window, backend=self.backend,
-        )  # fmt: skip
+        limits = bounds, bounds_k, longest, longest_k
+        gate = None if gate is None else concatenate_rows(gate)
+        if self.variant.maps == 2:
+            q1, q2, k1, k2 = self.split(q, k)
+            rows = [concatenate_rows(x) for x in (q1, q2, k1)]
+            rows.append(rows[2] if k2 is k1 else concatenate_rows(k2))
+            lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
+            rows.append(concatenate_rows(v))
+            out = diff_attention_varlen(*rows, lam, *limits, is_causal=causal, window=window, backend=backend)
+            return _gated(out, gate)
+        rows = [concatenate_rows(x) for x in (q, k, v)]
+        if backend in ("sdpa", "flash") and packs(q):
+            return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), gate)
+        alone = visible._replace(documents=None)
+        sizes, sizes_k = bounds.diff().tolist(), bounds_k.diff().tolist()
+        parts = [
+            self.attend(*map(_as_batch, document), lam=None, visible=alone)[0].transpose(0, 1)
+            for document in zip(rows[0].split(sizes), *(x.split(sizes_k) for x in rows[1:]), strict=True)
+        ]
+        return _gated(torch.cat(parts), gate)
 
-    def normalise(self, out: Tensor) -> Tensor:
-        """``(1 - lambda_init) * RMSNorm(out)``."""
-        gain = 1.0 - self.lam.initial
-        if self.head_norm is None:
-            return out if gain == 1.0 else out * gain
-        return self.head_norm(out, gain)
+    def finish(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
+        """Apply head norm, constants and a gate after the norm, ``[B, h, T, 1]``, to each head of ``[B, T, h, dv]``."""
+        if self.head_norm is not None:
+            out = self.head_norm(out, self.gain)
+        elif self.gain != 1.0:
+            out = out * self.gain
+        return out if gate is None else _gated(out, gate.transpose(1, 2))
 
     def maps(self, q: Tensor, k: Tensor, visible: Visible, *, hidden_states: Tensor | None = None) -> DiffMaps:
-        """The two attention maps and their difference, each ``[B, h, T, S]``."""
-        lam, (mask, is_causal, window, _) = self.lam(hidden_states), visible
-        return diff_attention_maps(*self.split(q, k), lam, attn_mask=mask, is_causal=is_causal, window=window)
+        """Both softmax maps and the map that multiplies V, gate included: ``[B, h, T, S]`` each.
 
-    def decode(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, hidden_states: Tensor | None) -> Tensor | None:
-        """``forward`` of a few queries over a cache in one call of the CPU kernel; None where the modules have to run.
-
-        They have to if a hook, a wrapper or an experiment changed one of them.
+        With one map, the second is 0.
         """
-        norm, lam = self.head_norm, self.lam
-        if not can_decode(q) or self.backend not in ("auto", "blockwise"):
-            return None
-        if visible.mask is not None or visible.documents is not None or "attend" in vars(self):
-            return None
-        if norm is not None and not is_plain(norm, RMSNorm):
-            return None
-        norm_weight, norm_eps = (None, None) if norm is None else (norm.weight, norm.eps)
-        if is_plain(lam, LearnedLambda):
-            value, vectors = lam.initial, (lam.lambda_q1, lam.lambda_k1, lam.lambda_q2, lam.lambda_k2)
-        else:
-            value, vectors = lam(hidden_states), ()
-        return decode_heads(
-            *self.split(q, k), v, value, vectors, None, None, norm_weight, norm_eps, 1.0 - lam.initial,
-            visible.is_causal, visible.window,
-        )  # fmt: skip
+        lam, gate = self.weights(hidden_states, q.dtype)
+        parts = (q, q, k, k) if self.variant.maps == 1 else self.split(q, k)
+        options: dict[str, Any] = dict(zip(("attn_mask", "is_causal", "window"), visible, strict=False))
+        first, second, difference = diff_attention_maps(*parts, 0.0 if lam is None else lam, **options)
+        if self.variant.maps == 1:
+            second = torch.zeros((), dtype=first.dtype, device=first.device).expand_as(first)
+        if gate is not None and self.variant.gate != "normed":
+            difference = difference * gate
+        return DiffMaps(first, second, difference)
+
+    def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor) -> tuple:
+        """Output and maps.
+
+        With ``attn_implementation="eager"`` the output is computed from the maps, so that gradients reach them. Other
+        backends never form the maps; there they are computed beside the output.
+        """
+        maps = self.maps(q, k, visible, hidden_states=hidden_states)
+        if self.backend not in ("reference", "eager") or "attend" in vars(self):
+            return self(q, k, v, visible, hidden_states=hidden_states), maps
+        weights = maps.difference
+        values = v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
+        gate = self.weights(hidden_states, v.dtype)[1] if self.variant.gate == "normed" else None
+        return self.finish((weights @ values).to(v.dtype).transpose(1, 2), gate), maps
 
 
-def is_plain(part: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
-    """True if a call of ``part`` runs the ``forward`` of ``kind`` and nothing else: no wrapper, no hook."""
-    if type(part) is not kind or "forward" in vars(part):
-        return False
-    return not (part._forward_hooks or part._forward_pre_hooks or _has_any_global_hook())
-
-
-class DiffV2Core(DiffCore):
-    """The second version: query heads 2i and 2i+1 are the maps of head i and share keys and values.
-
-    lambda depends on token and head (``TokenLambda``); there is neither a head norm nor the factor 1 - lambda_init.
-    """
-
-    def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        return *_pairs(q), k, k
-
-
-class GroupedDiffCore(DiffCore):
-    """Grouped differential attention (arXiv 2510.06949): ``signal`` signal heads share one noise head.
-
-    Lambda and head norm are those of ``DiffCore``. Query heads come group by group: the signal heads, then their noise
-    head.
-    """
-
-    def __init__(self, lam: LambdaModule, head_norm: RMSNorm | None = None, backend: str = "auto", *, signal: int):
-        super().__init__(lam, head_norm, backend)
-        self.signal = signal
-
-    def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """q1 ``[B, n r / (r + 1), T, d]``, q2 ``[B, n / (r + 1), T, d]`` with r = ``signal``; k1, k2 as before."""
-        groups = q.unflatten(1, (-1, self.signal + 1))  # [B, noise heads, r + 1, T, d]
-        signal, noise = groups.split((self.signal, 1), dim=2)
-        return signal.flatten(1, 2), noise.squeeze(2), *_pair_keys(q, k)
+def decode_in_one_call(
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, gate: Tensor | None, visible: Visible
+) -> Tensor | None:
+    """``core.forward`` of a cached step in one native call; None where the modules must run."""
+    norm, variant = core.head_norm, core.variant
+    if torch.is_grad_enabled() or core.backend not in ("auto", "blockwise") or visible.mask is not None:
+        return None
+    if variant.maps == 1 or variant.signal_heads > 1 or variant.means or "attend" in vars(core):
+        return None
+    plain = type(norm) is RMSNorm and not (norm._forward_hooks or norm._forward_pre_hooks or _has_any_global_hook())
+    if norm is not None and (not plain or "forward" in vars(norm) or variant.gate in ("first", "result")):
+        return None
+    of_norm = (None, False, 0.0) if norm is None else (norm.weight, True, norm.eps)
+    each = None
+    if isinstance(lam, Tensor):
+        each = lam.float().expand(q.shape[0], q.shape[1] // 2, q.shape[2], 1)
+    fixed = lam if isinstance(lam, float) else 0.0
+    ready = DecodeWeights((), fixed, *of_norm, core.gain, each, variant.shared_keys)
+    out = decode_head(q, k, v, lambda: ready, visible.is_causal, visible.window)
+    return None if out is None else out if gate is None else _gated(out, gate.transpose(1, 2))
 
 
 def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -206,12 +237,8 @@ def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     ``q`` is ``[B, n, T, d]``; ``k`` is ``[B, m, S, d]`` or, in a static cache, pairs side by side,
     ``[B, m / 2, S, 2d]``.
     """
-    return *_pairs(q), *_pair_keys(q, k)
-
-
-def _pair_keys(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     k1, k2 = _pairs(k) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
-    return k1, k2
+    return *_pairs(q), k1, k2
 
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
@@ -219,6 +246,22 @@ def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     B, n, *rest = x.shape
     first, second = x.view(B, n // 2, 2, *rest).unbind(2)
     return first, second
+
+
+def _groups(q: Tensor, signal: int) -> tuple[Tensor, Tensor]:
+    """Signal heads ``[B, n r / (r + 1), T, d]`` and noise heads ``[B, n / (r + 1), T, d]`` of groups of r + 1 heads."""
+    first, second = q.unflatten(1, (-1, signal + 1)).split((signal, 1), dim=2)
+    return first.flatten(1, 2), second.squeeze(2)
+
+
+def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
+    """``out`` times the fp32 ``gate``, if there is one, in the dtype of ``out``."""
+    return out if gate is None else (out * gate).to(out.dtype)
+
+
+def _as_batch(rows: Tensor) -> Tensor:
+    """``[T, heads, width]`` as ``[1, heads, T, width]``."""
+    return rows.transpose(0, 1)[None]
 
 
 def concatenate_rows(x: Tensor) -> Tensor:

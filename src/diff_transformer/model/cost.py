@@ -49,7 +49,7 @@ class Cost:
 
 
 def count_parameters(config) -> dict[str, int]:
-    """Parameters by part; a tied embedding counts once. ``lambda`` includes the lambda projection of ``diff_v2``."""
+    """Parameters by part; a tied embedding counts once. ``lambda`` includes the projection to gates."""
     width, layers, heads = config.hidden_size, config.num_hidden_layers, config.heads
     projections = heads.queries + heads.keys
     values = (heads.values + heads.outputs) * heads.value_dim
@@ -58,22 +58,16 @@ def count_parameters(config) -> dict[str, int]:
         "head": 0 if config.tie_word_embeddings else config.vocab_size * width,
         "attention": layers * width * (projections * heads.head_dim + values),
         "lambda": layers * _lambda_parameters(config),
-        "head norm": layers * heads.value_dim if _head_norm(config) is True else 0,
+        "head norm": layers * heads.value_dim if config.variant.head_norm == "weighted" else 0,
         "feed-forward": layers * (3 * width * config.intermediate_size + 4 * (config.hidden_act == "poly_norm")),
         "norms": (2 * layers + 1) * width,
     }
 
 
 def _lambda_parameters(config) -> int:
-    if config.attention == "diff_v2":
-        return config.hidden_size * config.heads.outputs
-    return 4 * config.head_dim if config.attention != "softmax" and config.lambda_learned else 0
-
-
-def _head_norm(config) -> bool | str:
-    if config.attention == "softmax":
-        return config.softmax_head_norm
-    return config.attention != "diff_v2" and config.head_norm
+    """Lambda's four vectors, or the projection to the sigmoids of each token: lambda, a gate, or both."""
+    vectors = 4 * config.head_dim * (config.variant.lam == "learned")
+    return vectors + config.hidden_size * config.heads.outputs * config.variant.sigmoids
 
 
 def attention_core_flops(config, length: int) -> float:
@@ -83,12 +77,12 @@ def attention_core_flops(config, length: int) -> float:
     product with V for each output head. ``dint`` has a second product, of the first map with V. The head norm costs
     about four operations for each channel.
     """
-    keys, heads = _mean_keys(length, config.sliding_window), config.heads
+    keys, heads, variant = _mean_keys(length, config.sliding_window), config.heads, config.variant
     out = heads.outputs * heads.value_dim
-    flops = 2 * keys * (heads.queries * heads.head_dim + out * (2 if config.attention == "dint" else 1))
-    if config.attention != "softmax":
+    flops = 2 * keys * (heads.queries * heads.head_dim + out * (2 if variant.means else 1))
+    if variant.maps == 2:
         flops += 2 * heads.outputs * keys
-    return flops + (4 * out if _head_norm(config) else 0)
+    return flops + out * (4 * (variant.head_norm is not None) + (variant.gate is not None))
 
 
 def _mean_keys(length: int, window: int | None) -> float:
@@ -103,7 +97,7 @@ def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -
     length = length or config.max_position_embeddings
     parameters = count_parameters(config)
     matrices = parameters["attention"] + parameters["feed-forward"] + config.vocab_size * config.hidden_size
-    if config.attention == "diff_v2":
+    if config.variant.sigmoids:
         matrices += parameters["lambda"]
     flops = 2 * matrices + config.num_hidden_layers * attention_core_flops(config, length)
     heads = config.heads
@@ -259,7 +253,7 @@ def layer_activation_bytes(config, *, mixed: bool, ways: int = 1) -> int:
     In mixed precision the residual stream and the norms are fp32; inputs of matrices are bf16.
     """
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    width, inner, differential = config.hidden_size, config.intermediate_size, config.attention != "softmax"
+    width, inner, differential = config.hidden_size, config.intermediate_size, config.variant.maps == 2
     if mixed:
         return 26 * width + ((4 + 8 * differential) * heads + 4 * keys + 8 * inner) // ways
     return 4 * (6 * width + ((2 + 2 * differential) * heads + 2 * keys + 4 * inner) // ways)

@@ -46,7 +46,7 @@ def matched_head_norm_init(config, input_ids: Tensor | None = None, *, length: i
     """
     from diff_transformer.model.config import matched_baseline
 
-    if config.attention in ("softmax", "diff_v2") or config.head_norm is not True:
+    if config.variant.maps == 1 or config.variant.head_norm != "weighted":
         raise ValueError(
             f"attention={config.attention!r} with head_norm={config.head_norm!r} has no weight of a head norm to set; "
             f"give a configuration with differential attention and head_norm=True"

@@ -1,11 +1,141 @@
-"""How many heads each attention has, and which combinations of settings are valid."""
+"""The variants of attention as one table, and how many heads each has.
 
-from dataclasses import dataclass, fields
-from typing import NamedTuple
+    out = head_scale (1 - lambda_init) gate norm((A1 - lambda A2) V)        every part but A1 V is optional
+
+A row of ``CORES`` says which parts a variant has; ``dataclasses.replace`` turns a row into an ablation.
+"""
+
+import math
+from dataclasses import dataclass, replace
+from numbers import Real
+from typing import Any, NamedTuple
 
 from diff_transformer.checks import did_you_mean
 
-ATTENTIONS = ("diff", "diff_v2", "grouped_diff", "dint", "softmax")
+
+@dataclass(frozen=True)
+class Variant:
+    """What the core of an attention layer computes (``model/cores.py``).
+
+    maps: attention maps of a head, 1 or 2.
+    shared_keys: both maps of a head read one key head.
+    lam: weight of the second map: "learned" (a scalar for the layer), "fixed", or "token" (a sigmoid for each token and
+        head); None for one map.
+    lambda_init: constant of "learned" and "fixed": "depth" (0.8 - 0.6 exp(-0.3 i) in layer i) or a number below 1.
+    lambda_depth_offset: added to i in that formula.
+    lambda_std: standard deviation of the vectors of "learned" at initialisation.
+    initial_ratio: of "token": weight of the second map over that of the first at zero logits; None is 1/2, with
+        gate="first" 1.
+    gate: a sigmoid for each token and head, on the "first" map, on the "result", or on the "normed" result.
+    head_norm: RMSNorm of each head: "weighted" or "plain" (without a weight).
+    head_norm_init: initial weight of the norm, or one for each layer.
+    factor: multiply each head by 1 - lambda_init.
+    signal_heads: signal heads that share a noise head.
+    head_scale: constant that multiplies each head.
+    means: add lambda times the mean of the first map, so that rows sum to 1 (``model/dint.py``).
+    """
+
+    maps: int = 2
+    shared_keys: bool = False
+    lam: str | None = None
+    lambda_init: str | float = "depth"
+    lambda_depth_offset: int = 0
+    lambda_std: float = 0.1
+    initial_ratio: float | None = None
+    gate: str | None = None
+    head_norm: str | None = None
+    head_norm_init: float | list[float] = 1.0
+    factor: bool = False
+    signal_heads: int = 1
+    head_scale: float = 1.0
+    means: bool = False
+
+    @property
+    def sigmoids(self) -> int:
+        """Numbers that each token and head computes: a gate, a lambda, or both in this order."""
+        return (self.gate is not None) + (self.lam == "token")
+
+    def __post_init__(self):
+        one, has_init, start = self.maps == 1, self.lam in ("learned", "fixed"), self.lambda_init
+        number = isinstance(start, Real) and not isinstance(start, bool) and math.isfinite(float(start))
+        second = self.shared_keys or self.lam or self.initial_ratio or self.signal_heads > 1 or self.gate == "first"
+        ratio, most = self.initial_ratio, 2 if self.gate == "first" else 1
+        for wrong, sentence in (
+            (self.maps not in (1, 2), f"maps is {self.maps!r}; accepted: 1, 2"),
+            (self.lam not in (None, "learned", "fixed", "token"),
+             f"lam is {self.lam!r}; accepted: learned, fixed, token"),
+            (self.gate not in (None, "first", "result", "normed"),
+             f"gate is {self.gate!r}; accepted: first, result, normed"),
+            (self.head_norm not in (None, "plain", "weighted"),
+             f"head_norm is {self.head_norm!r}; accepted: plain, weighted"),
+            (self.signal_heads < 1, f"signal_heads is {self.signal_heads}; it must be positive"),
+            (one and second, "maps=1 has no second map for shared_keys, lam, initial_ratio, signal_heads or "
+             "gate='first'"),
+            (not one and self.lam is None, "the second of two maps needs a weight: give lam"),
+            (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
+            (start != "depth" and not has_init, "lambda_init belongs to lam='learned' or 'fixed'"),
+            (start != "depth" and not number, f"lambda_init is {start!r}; accepted: 'depth' or a number"),
+            (number and float(start) >= 1, f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which "
+             "must be positive: give a number below 1, or 'depth'"),
+            (ratio is not None and self.lam != "token", "initial_ratio belongs to lam='token'; set lambda_init"),
+            (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),
+            (self.head_norm_init != 1 and self.head_norm != "weighted",
+             f"head_norm_init={self.head_norm_init} sets the weight of a head norm that has none; set head_norm=True "
+             "('weighted'), or leave it out"),
+            (self.gate == "normed" and not self.head_norm, "gate='normed' needs a head norm; or gate='result'"),
+        ):  # fmt: skip
+            if wrong:
+                raise ValueError(sentence)
+
+
+_V1 = Variant(lam="learned", head_norm="weighted", factor=True)
+CORES: dict[str, Variant] = {
+    "diff": _V1,
+    "diff_v2": Variant(shared_keys=True, lam="token"),
+    "diff_v3": Variant(shared_keys=True, lam="token", gate="first"),
+    "gated": Variant(maps=1, gate="result"),
+    "grouped_diff": replace(_V1, signal_heads=3),
+    "dint": replace(_V1, means=True),
+    "softmax": Variant(maps=1),
+}
+ATTENTIONS = tuple(CORES)
+_HEAD_NORMS = {"True": "weighted", "False": None, "no_weight": "plain"}
+
+
+def variant_of(config: Any) -> Variant:
+    """The variant that the fields of ``DiffTransformerConfig`` describe.
+
+    Raises:
+        ValueError: for an unknown attention, and for fields that are unknown or exclude one another.
+    """
+    check_attention(config.attention)
+    row, fields = CORES[config.attention], {}
+    if row.lam == "token" and not config.lambda_learned:
+        raise ValueError(
+            f"lambda_learned is False, but attention={config.attention!r} has no lambda_init to fix lambda at: it "
+            "computes lambda from each token; set lambda_learned=True, or another attention"
+        )
+    if row.means and config.sliding_window is not None:
+        raise ValueError(
+            f"a window of {config.sliding_window} keys is asked for, but the running mean of attention='dint' is over "
+            "all earlier queries; leave out the window, or take another attention"
+        )
+    if row.lam == "learned":
+        if str(config.head_norm) not in _HEAD_NORMS:
+            hint = did_you_mean(str(config.head_norm), _HEAD_NORMS)
+            raise ValueError(f"head_norm is {config.head_norm!r}{hint}; accepted: True, False, 'no_weight'")
+        fields = {name: getattr(config, name) for name in ("lambda_init", "lambda_depth_offset", "lambda_std")}
+        fields |= {"lam": "learned" if config.lambda_learned else "fixed"}
+        fields |= {"head_norm": _HEAD_NORMS[str(config.head_norm)], "head_norm_init": config.head_norm_init}
+    if config.softmax_head_norm:
+        if config.attention != "softmax":
+            raise ValueError(
+                f"softmax_head_norm is for attention='softmax', not {config.attention!r}; there, set head_norm"
+            )
+        fields = {"head_norm": "weighted", "head_norm_init": config.head_norm_init}
+    if row.signal_heads > 1:
+        fields |= {"signal_heads": config.signal_heads_per_noise_head}
+    return replace(row, **fields)
 
 
 class HeadCounts(NamedTuple):
@@ -22,75 +152,48 @@ class HeadCounts(NamedTuple):
     value_dim: int
 
 
-@dataclass(frozen=True)
-class AttentionSettings:
-    """What the core of one layer is made of; the fields mean what they mean in ``DiffTransformerConfig``."""
-
-    attention: str
-    hidden_size: int
-    heads: HeadCounts
-    lambda_init: str | float = "depth"
-    lambda_depth_offset: int = 0
-    lambda_learned: bool = True
-    lambda_std: float = 0.1
-    head_norm: bool | str = True
-    head_norm_init: float = 1.0
-    head_norm_eps: float = 1e-5
-    softmax_head_norm: bool = False
-    sliding_window: int | None = None
-
-    @classmethod
-    def of_layer(cls, config, layer_index: int) -> "AttentionSettings":
-        """The settings of layer ``layer_index`` of a model of ``config``."""
-        made = {field.name: getattr(config, field.name) for field in fields(cls)}
-        if isinstance(config.head_norm_init, list | tuple):
-            made["head_norm_init"] = config.head_norm_init[layer_index]
-        return cls(**{**made, "head_norm_eps": config.head_norm_eps or config.rms_norm_eps})
-
-
 def count_heads(
-    attention: str,
-    num_heads: int,
-    num_key_value_heads: int,
-    head_dim: int,
-    value_head_dim: int | None = None,
-    signal_heads_per_noise_head: int = 1,
+    variant: Variant, num_heads: int, num_key_value_heads: int, head_dim: int, value_head_dim: int | None = None
 ) -> HeadCounts:
-    """The heads of an ``attention`` that replaces softmax attention with n query and m key/value heads of width d.
+    """The heads of attention that replaces softmax attention with n query and m key/value heads of width d.
 
-    ============== ========= ======== ========== ================ =============
-    attention      queries   keys     values     width of a value outputs
-    ============== ========= ======== ========== ================ =============
-    softmax        n         m        m          d                n
-    diff, dint     n         m        m / 2      2d               n / 2
-    diff_v2        2n        m        m          d                n
-    grouped_diff   n         m        m / 2      2d               n r / (r + 1)
-    ============== ========= ======== ========== ================ =============
+    ======================= =========== ======== ========== ================ =============
+    attention               queries     keys     values     width of a value outputs
+    ======================= =========== ======== ========== ================ =============
+    one map                 n           m        m          d                n
+    two maps, shared keys   n + n / r   m        m          d                n
+    two maps                n           m        m / 2      2d               n r / (r + 1)
+    ======================= =========== ======== ========== ================ =============
 
-    n is ``num_heads``, m ``num_key_value_heads``, d ``head_dim`` and r ``signal_heads_per_noise_head``;
-    ``value_head_dim`` overrides the width of a value.
+    n is ``num_heads``, m ``num_key_value_heads``, d ``head_dim`` and r ``variant.signal_heads``; ``value_head_dim``
+    overrides the width of a value.
 
     Raises:
-        ValueError: for an unknown attention, or head counts that do not divide, form pairs or form groups.
+        ValueError: for head counts that do not divide, form pairs or form groups.
     """
-    check_attention(attention)
-    n, m, d = num_heads, num_key_value_heads, head_dim
-    if attention == "grouped_diff":
-        outputs = _check_groups(n, m, signal_heads_per_noise_head)
-        return HeadCounts(n, m, m // 2, outputs, d, value_head_dim or 2 * d)
-    if attention == "diff_v2":
-        _check_shared_keys(n, m)
-        return HeadCounts(2 * n, m, m, n, d, value_head_dim or d)
-    check_heads(n, m, paired=attention != "softmax")
-    if attention == "softmax":
-        return HeadCounts(n, m, m, n, d, value_head_dim or d)
-    return HeadCounts(n, m, m // 2, n // 2, d, value_head_dim or 2 * d)
+    n, m, d, r = num_heads, num_key_value_heads, head_dim, variant.signal_heads
+    if variant.maps == 1 or variant.shared_keys:
+        if n % r or n // r % m:
+            raise ValueError(
+                f"{n} attention heads are not divisible by {m} key/value heads and {r} signal heads a noise head; give "
+                "num_key_value_heads that divides num_attention_heads: a group's heads share keys and values"
+            )
+        return HeadCounts(n + (variant.maps == 2) * (n // r), m, m, n, d, value_head_dim or d)
+    noise = n // (r + 1)
+    if n % (r + 1) or m % 2 or noise % max(1, m // 2):
+        kind = "pairs" if r == 1 else f"groups of {r} signal heads and 1 noise head"
+        raise ValueError(
+            f"{n} attention heads and {m} key/value heads do not make {kind}, each with keys for both maps: {r + 1} "
+            f"must divide num_attention_heads, and half of an even num_key_value_heads must divide the {noise} {kind}; "
+            "count heads as in the matched softmax attention"
+        )
+    return HeadCounts(n, m, m // 2, n - noise, d, value_head_dim or 2 * d)
 
 
-def default_key_value_heads(attention: str, num_heads: int, signal_heads_per_noise_head: int) -> int:
-    """Key/value heads without grouped queries: one for each head, or two for each noise head of ``grouped_diff``."""
-    groups = signal_heads_per_noise_head + 1 if attention == "grouped_diff" else 2
-    return max(1, 2 * num_heads // groups)
+def default_key_value_heads(variant: Variant, num_heads: int) -> int:
+    """Key/value heads without grouped queries: one for each head, or two for each noise head of separate keys."""
+    paired = variant.maps == 2 and not variant.shared_keys
+    return max(1, 2 * num_heads // (variant.signal_heads + 1)) if paired else num_heads
 
 
 def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):
@@ -98,76 +201,3 @@ def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):
     if attention not in accepted:
         hint = did_you_mean(str(attention), accepted)
         raise ValueError(f"attention is {attention!r}{hint}; accepted: {', '.join(map(repr, accepted))}")
-
-
-def check_variant(attention: str, *, lambda_learned: bool, window: int | None):
-    """Raise ValueError for an unknown attention, or a setting that this attention does not have."""
-    check_attention(attention)
-    if attention == "diff_v2" and not lambda_learned:
-        raise ValueError(
-            "lambda_learned is False, but attention='diff_v2' has no lambda_init to fix lambda at: it computes lambda "
-            "from each token; set lambda_learned=True, or another attention"
-        )
-    if attention == "dint" and window is not None:
-        raise ValueError(
-            f"a window of {window} keys is asked for, but the running mean of attention='dint' is over all earlier "
-            "queries; leave out the window, or take another attention"
-        )
-
-
-def check_head_norm(head_norm: bool | str, head_norm_init: float | list[float]):
-    """Raise ValueError for an unknown head norm, or an initial weight for a norm without a weight."""
-    if not isinstance(head_norm, bool) and head_norm != "no_weight":
-        hint = did_you_mean(str(head_norm), ["no_weight"])
-        raise ValueError(f"head_norm is {head_norm!r}{hint}; accepted: True, False, 'no_weight'")
-    if head_norm is not True and head_norm_init != 1.0:
-        raise ValueError(
-            f"head_norm_init={head_norm_init} sets the weight of the head norm, which head_norm={head_norm!r} leaves "
-            "out; set head_norm=True or head_norm_init=1.0"
-        )
-
-
-def check_rotary_width(head_dim: int):
-    """Raise ValueError for an odd width: a rotary embedding rotates pairs of channels."""
-    if head_dim % 2:
-        raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
-
-
-def check_heads(num_heads: int, num_key_value_heads: int, *, paired: bool):
-    """Raise ValueError unless the head counts divide (and, for differential attention, form pairs)."""
-    if num_heads % num_key_value_heads:
-        raise ValueError(
-            f"{num_heads} attention heads are not divisible by {num_key_value_heads} key/value heads; "
-            "give num_key_value_heads that divides num_attention_heads"
-        )
-    if paired and (num_heads % 2 or num_key_value_heads % 2):
-        raise ValueError(
-            f"differential attention pairs heads, so {num_heads} attention heads and {num_key_value_heads} key/value "
-            "heads must both be even; they count the heads of the matched softmax attention"
-        )
-
-
-def _check_shared_keys(pairs: int, num_key_value_heads: int):
-    if pairs % num_key_value_heads:
-        raise ValueError(
-            f"attention='diff_v2' has {pairs} pairs of query heads for {num_key_value_heads} key/value heads: the two "
-            "maps of a pair would fall into different key/value groups; give num_key_value_heads that divides "
-            "num_attention_heads"
-        )
-
-
-def _check_groups(num_heads: int, num_key_value_heads: int, signal: int) -> int:
-    """The number of signal heads: r of every r + 1."""
-    if num_heads % (signal + 1):
-        raise ValueError(
-            f"{num_heads} attention heads do not make groups of {signal} signal heads and 1 noise head; give "
-            f"num_attention_heads that {signal + 1} divides, or another signal_heads_per_noise_head"
-        )
-    noise = num_heads // (signal + 1)
-    if num_key_value_heads % 2 or noise % (num_key_value_heads // 2):
-        raise ValueError(
-            f"attention='grouped_diff' has {noise} noise heads for {num_key_value_heads} key heads, half of them for "
-            "the signal map and half for the noise map; give an even num_key_value_heads of which half divides the "
-            f"noise heads ({2 * noise} gives each noise head keys of its own)"
-        )
-    return num_heads - noise

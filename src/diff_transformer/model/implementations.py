@@ -7,6 +7,7 @@
 from typing import NamedTuple
 
 from diff_transformer.checks import did_you_mean, require_known
+from diff_transformer.model.heads import CORES
 from diff_transformer.ops import softmax_calls
 from diff_transformer.ops.backends import BACKENDS
 
@@ -14,7 +15,7 @@ DEFAULT = "diff_auto"
 
 
 class Implementation(NamedTuple):
-    """diff: backend of ``diff_attention``, None for ``config.backend``; softmax: a backend of ``model/softmax.py``."""
+    """diff: backend of ``diff_attention``, None for ``config.backend``; softmax: one of ``softmax_attention``."""
 
     diff: str | None
     softmax: str
@@ -72,8 +73,8 @@ def implementation(name: str | None) -> Implementation:
 
 
 def attention_backend(config) -> str:
-    """The backend of a model of ``config``: of ``diff_attention``, or of ``model/softmax.py``."""
+    """The backend of a model of ``config``: of ``diff_attention``, or of ``softmax_attention``."""
     chosen = implementation(config._attn_implementation)
-    if config.attention == "softmax":
+    if CORES[config.attention].maps == 1:
         return chosen.softmax
     return config.backend if chosen.diff is None else chosen.diff

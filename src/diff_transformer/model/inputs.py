@@ -1,9 +1,9 @@
-"""What the tokens of a forward pass may attend to: causal masks, padding, packed documents.
+"""The keys that the tokens of a forward pass see: causal masks, padding, packed documents.
 
 Legend: B batch, T queries, S keys (cached and new).
 """
 
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from transformers.masking_utils import (
 )
 
 from diff_transformer.model.caches import restrict, slots_in_use
+from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import OWN_NAMES, attention_backend
 from diff_transformer.ops.arguments import exporting, traced
 
@@ -28,33 +29,51 @@ for _name in OWN_NAMES:
 # Masks.
 
 
-def causal_mask(
-    config, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, position_ids: Tensor | None
-) -> tuple[Tensor | None, bool]:
-    """The mask of a model's forward pass, and whether the operator's own causal limit and window apply beside it.
+class Visible(NamedTuple):
+    """Which keys the queries of a call see. A model builds it once for all layers; a layer called alone, by itself."""
 
-    These are enough if no token is padding: each query sees every key up to its own position, and the last query is
-    aligned with the last key. Padding adds a mask of the keys, ``[B, 1, 1, S]``, where the backend takes both in memory
-    that grows with S alone. Otherwise the mask is complete, bool or additive ``[B, 1, T, S]``.
+    mask: Tensor | None = None  # bool (True = see) or additive, broadcastable to [B, heads, T, S]; None for all keys
+    is_causal: bool = True  # of these, those up to the query's own position, aligned to the lower right corner
+    window: int | None = None  # of these, the last; only with ``is_causal``
+    documents: "Packing | None" = None  # packed: of these, those of the query's own document; excludes a mask
+    tokens: Tensor | None = None  # queries that are not padding, bool [B, T], where only "dint" needs to know
+    slots: int | None = None  # slots in use of a static cache; None for all
+
+
+def visible_of(
+    config, inputs_embeds: Tensor, attention_mask: Tensor | None, cache, position_ids: Tensor | None
+) -> Visible:
+    """The keys that the tokens of a model's forward pass see, without packed documents.
+
+    The causal limit and the window of the operator are enough if no token is padding: each query sees every key up to
+    its own position, and the last query is aligned with the last key. Padding adds a mask of the keys,
+    ``[B, 1, 1, S]``, where the backend takes both in memory that grows with S alone. Otherwise the mask is complete,
+    bool or additive ``[B, 1, T, S]``.
 
     Args:
-        attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, returned as is.
+        attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, used as it is.
         cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, which need a
             mask except where ``slots_in_use`` counts the others.
         position_ids: ``[B, T]`` if the caller gave them: without mask and cache they may describe packed documents.
+
+    Raises:
+        ValueError: for a mask of four dimensions that ``attention="dint"`` does not support.
     """
-    queries = inputs_embeds.shape[1]
-    in_use = slots_in_use(cache, 0, queries, config.sliding_window)
-    static = getattr(cache, "is_compileable", False) and in_use is None
+    queries, tokens = inputs_embeds.shape[1], None
+    if CORES[config.attention].means and attention_mask is not None:
+        if attention_mask.dim() == 2:
+            tokens = attention_mask.bool()
+        elif not traced():
+            _require_growing_sight(attention_mask)
+    slots = slots_in_use(cache, 0, queries, config.sliding_window)
+    static = getattr(cache, "is_compileable", False) and slots is None
     packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
     if not static and not packed:
-        if _keeps_all(attention_mask):
-            return None, True
-        keys = _key_mask(config, queries, attention_mask, cache, in_use)
-        if keys is not None:
-            return keys, True
+        keys = None if _keeps_all(attention_mask) else _key_mask(config, queries, attention_mask, cache, slots)
+        if keys is not None or _keeps_all(attention_mask):
+            return Visible(keys, True, config.sliding_window, None, tokens, slots)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    mask = create(
+    mask: Any = create(
         _mask_config(config),
         inputs_embeds,
         attention_mask,
@@ -62,14 +81,14 @@ def causal_mask(
         position_ids=position_ids if packed else None,
         allow_is_causal_skip=False,
     )
-    return cast("Tensor | None", mask), mask is None  # ``_mask_config`` never asks for a BlockMask
+    return Visible(mask, mask is None, config.sliding_window if mask is None else None, None, tokens)
 
 
 def _key_mask(config, queries: int, attention_mask: Tensor | None, cache, in_use: int | None) -> Tensor | None:
     """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
     if attention_mask is None or attention_mask.dim() != 2 or exporting():
         return None
-    if config.attention == "softmax" or attention_backend(config) not in _TAKE_KEY_MASKS:
+    if CORES[config.attention].maps == 1 or attention_backend(config) not in _TAKE_KEY_MASKS:
         return None
     if in_use is not None:
         keys, first = in_use, 0
@@ -102,83 +121,32 @@ def _mask_config(config):
 
 
 def _may_restart(position_ids: Tensor) -> bool:
-    """Whether positions may restart within a row; while a graph is traced they cannot be read, so they may."""
+    """True if positions may restart within a row; while a graph is traced they cannot be read, so they may."""
     return traced() or restarts(position_ids)
 
 
 def _keeps_all(attention_mask: Tensor | None) -> bool:
-    """Whether no token is padding; while a graph is traced a mask cannot be read, so it counts as padding."""
+    """True if no token is padding; while a graph is traced a mask cannot be read, so it counts as padding."""
     if attention_mask is None:
         return True
     return attention_mask.dim() == 2 and not traced() and bool(attention_mask.all())
 
 
-def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, k: Tensor) -> Tensor | None:
-    """``mask`` restricted to the keys ``[B, heads, S, d]`` for which ``key_padding_mask [B, S]`` is True.
+def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, rows: int, keys: int) -> Tensor | None:
+    """``mask`` restricted to the keys for which ``key_padding_mask [rows, keys]`` is True.
 
     Raises:
         ValueError: if ``key_padding_mask`` is not boolean or has another shape.
     """
     if key_padding_mask is None:
         return mask
-    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (k.shape[0], k.shape[2]):
+    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (rows, keys):
         raise ValueError(
             f"key_padding_mask is {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}; accepted: bool "
-            f"of shape [B, S] = {(k.shape[0], k.shape[2])}, True where a key may be attended to"
+            f"of shape [B, S] = {(rows, keys)}, True where a key may be attended to"
         )
     allowed = key_padding_mask[:, None, None, :]
     return allowed if mask is None else restrict(mask, allowed)
-
-
-class Visible(NamedTuple):
-    """Which keys the queries of a call see."""
-
-    mask: Tensor | None = None  # bool (True = see) or additive, broadcastable to [B, heads, T, S]; None for all keys
-    is_causal: bool = True  # of these, those up to the query's own position, aligned to the lower right corner
-    window: int | None = None  # of these, the last; only with ``is_causal``
-    documents: "Packing | None" = None  # packed: of these, those of the query's own document; excludes a mask
-
-
-# Padding of queries, for ``attention="dint"``.
-
-
-def newest_columns(padding: Tensor | None, queries: int, cache: Any, layer_idx: int = 0) -> Tensor | None:
-    """Of a padding mask ``[B, S]``, the columns of the queries that come next, ``[B, T]``; call before updating.
-
-    A static cache has a column for each slot, and the queries' follow those in use.
-    """
-    if padding is None:
-        return None
-    if not getattr(cache, "is_compileable", False) or padding.shape[1] == queries:
-        return padding[:, -queries:]
-    if padding.shape[1] != cache.get_mask_sizes(queries, layer_idx)[0]:
-        return padding[:, -queries:]
-    place = torch.arange(queries, device=padding.device) + cache.get_seq_length(layer_idx)
-    return padding.index_select(1, place)
-
-
-def split_padding(attention_mask: Any, queries: int, cache: Any = None) -> tuple[Any, Tensor | None]:
-    """Split a model's ``attention_mask`` into the mask for its layers and the padding of the newest ``queries``.
-
-    transformers gives a mask ``[B, S]``, a mask of four dimensions, or (preparing a step of generation) a dictionary
-    with both.
-
-    Returns:
-        The mask, and bool ``[B, T]``, True for tokens that are not padding (None if unknown).
-
-    Raises:
-        ValueError: for a mask of four dimensions under which a later query sees less than an earlier one.
-    """
-    if isinstance(attention_mask, dict):
-        attention_mask, padding = attention_mask["full_attention"], attention_mask["linear_attention"]
-        padding = newest_columns(padding, queries, cache)
-        return attention_mask, None if padding is None else padding.bool()
-    if attention_mask is None or attention_mask.dim() != 2:
-        if attention_mask is not None and queries > 1 and not traced():
-            _refuse_loss_of_sight(attention_mask)
-        return attention_mask, None
-    newest = newest_columns(attention_mask, queries, cache)
-    return attention_mask, None if newest is None else newest.bool()
 
 
 def as_boolean(attn_mask: Tensor) -> Tensor:
@@ -189,7 +157,8 @@ def as_boolean(attn_mask: Tensor) -> Tensor:
     return attn_mask if attn_mask.dtype == torch.bool else attn_mask > -9900
 
 
-def _refuse_loss_of_sight(attention_mask: Tensor) -> None:
+def _require_growing_sight(attention_mask: Tensor) -> None:
+    """Raise ValueError if a later query sees less than an earlier one."""
     seen = as_boolean(attention_mask)
     lost = ~seen & (seen.cumsum(-2) > 0)
     if (lost & seen.any(-1, keepdim=True)).any():
@@ -234,7 +203,7 @@ def documents_at(position_ids: Tensor, batch: int) -> Packing:
 
 
 def restarts(position_ids: Tensor) -> bool:
-    """Whether ``position_ids [B, T]`` do not increase by one somewhere in a row: there another document begins."""
+    """True if ``position_ids [B, T]`` do not increase by one somewhere in a row: there another document begins."""
     return bool((position_ids.diff(dim=-1) != 1).any())
 
 

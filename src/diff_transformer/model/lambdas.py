@@ -2,7 +2,6 @@
 
 import math
 import operator
-from numbers import Real
 
 import torch
 from torch import Tensor, nn
@@ -30,22 +29,6 @@ def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
     if index < 0:
         raise ValueError(f"layer_index is {layer_index}; layers are counted from 0")
     return 0.8 - 0.6 * math.exp(-0.3 * (index + depth_offset))
-
-
-def check_lambda_init(value: str | float) -> None:
-    """Raise ValueError unless ``value`` is ``"depth"`` or a number that leaves ``1 - lambda_init`` positive.
-
-    Every head is multiplied by that factor, with or without a head norm: 0 disables a layer, a negative factor flips
-    the sign of its heads.
-    """
-    number = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    if value != "depth" and not number:
-        raise ValueError(f"lambda_init is {value!r}; accepted: 'depth' or a number")
-    if not isinstance(value, str) and value >= 1:
-        raise ValueError(
-            f"lambda_init is {value}; every head is multiplied by 1 - lambda_init, which must be positive: give a "
-            "number below 1, or 'depth'"
-        )
 
 
 class LearnedLambda(nn.Module):
@@ -101,28 +84,38 @@ class FixedLambda(nn.Module):
 
 
 class TokenLambda(nn.Module):
-    """``sigmoid(X W_lambda)``: lambda of the second version, one for each token and head, fp32 ``[B, h, T, 1]``.
+    """``sigmoid(X W)``: lambda of the second version, one for each token and head, fp32 ``[B, h, T, 1]``.
 
-    The projection is computed in the dtype of the hidden states, the sigmoid in fp32. ``mean`` (not saved) is the mean
-    lambda of the last call with more than one token in a row, for telemetry; None without ``telemetry``. A module
-    created in inference mode updates it only in inference mode.
+    With ``columns=2``, a gate and lambda of each head, whose columns in W are adjacent: ``[B, h, T, 2]``. The
+    projection is computed in the dtype of the hidden states, the sigmoid in fp32. ``offset`` is added to lambda's
+    logits.
+
+    ``mean`` (not saved) is the mean lambda of the last call with more than one token in a row, for telemetry; None
+    without ``telemetry``. A module created in inference mode updates it only in inference mode.
     """
 
     initial = 0.0
     mean: Tensor
 
-    def __init__(self, hidden_size: int, num_heads: int, *, telemetry: bool = True):
+    def __init__(
+        self, hidden_size: int, num_heads: int, columns: int = 1, *, offset: float = 0.0, telemetry: bool = True
+    ):
         super().__init__()
-        self.proj = nn.Linear(hidden_size, num_heads, bias=False)
+        self.columns, self.offset = columns, offset
+        self.proj = nn.Linear(hidden_size, columns * num_heads, bias=False)
         self.register_buffer("mean", torch.full((), 0.5) if telemetry else None, persistent=False)
 
     def forward(self, hidden_states: Tensor) -> Tensor:
-        """``[B, h, T, 1]`` in fp32 or wider for ``hidden_states [B, T, width]``."""
-        logits = self.proj(hidden_states)  # [B, T, h]
-        lam = logits.to(torch.promote_types(logits.dtype, torch.float32)).sigmoid()
-        if self.mean is not None and lam.shape[1] > 1 and self._may_write():
-            self.mean.copy_(lam.detach().mean())
-        return lam.transpose(1, 2)[..., None]
+        """``[B, h, T, columns]`` in fp32 or wider for ``hidden_states [B, T, width]``."""
+        logits = self.proj(hidden_states)  # [B, T, h * columns]
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        logits = logits.view(*logits.shape[:2], logits.shape[2] // self.columns, self.columns)
+        if self.offset:
+            logits = torch.cat((logits[..., :-1], logits[..., -1:] + self.offset), -1)
+        weights = logits.sigmoid()
+        if self.mean is not None and weights.shape[1] > 1 and self._may_write():
+            self.mean.copy_(weights[..., -1].detach().mean())
+        return weights.transpose(1, 2)
 
     def _may_write(self) -> bool:
         if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # a compiler cannot trace the rest

@@ -10,13 +10,14 @@ from diff_transformer.model.heads import count_heads, default_key_value_heads
 VARIANTS: dict[str, dict[str, Any]] = {
     "diff": {"attention": "diff"},
     "diff_v2": {"attention": "diff_v2", "lambda_learned": True},
+    "diff_v3": {"attention": "diff_v3", "lambda_learned": True},
+    "gated": {"attention": "gated"},
     "grouped_diff": {"attention": "grouped_diff"},
     "dint": {"attention": "dint"},
     "fixed_lambda": {"attention": "diff", "lambda_learned": False},
     "softmax_norm": {"attention": "softmax", "softmax_head_norm": True},
     "softmax": {"attention": "softmax", "softmax_head_norm": False},
 }
-_WIDE_VALUES = ("diff", "dint", "grouped_diff")  # half as many value heads as key heads, twice as wide
 _LARGEST_STEP = 64
 _TOLERANCE = 0.005  # of all parameters: half of what a matched pair may differ by
 
@@ -37,9 +38,9 @@ def cost_matched(config, **fields: Any):
 
     - Between ``"diff"``, ``"dint"``, a fixed lambda and ``"softmax"``, whose projections have equal size, nothing else
       changes. ``softmax_head_norm`` is kept for softmax attention only.
-    - For ``"diff_v2"`` and ``"grouped_diff"``, ``intermediate_size`` compensates for other projections. It changes in
-      the largest step (64, 32, ... 1) that keeps the total parameters within 0.5 %. FLOPs and the key/value cache may
-      then differ; ``model_cost`` reports them.
+    - For ``"diff_v2"``, ``"diff_v3"`` and ``"grouped_diff"``, ``intermediate_size`` compensates for other projections.
+      It changes in the largest step (64, 32, ... 1) that keeps the total parameters within 0.5 %. FLOPs and the
+      key/value cache may then differ; ``model_cost`` reports them. ``"gated"`` has one column more for each head.
     - Without grouped queries, ``num_key_value_heads`` becomes the attention's default. With them it stays, or becomes
       the next smaller valid number.
     - ``value_head_dim`` is halved or doubled with the value heads.
@@ -78,12 +79,12 @@ def _widening(spare: int, total: int, config) -> int:
 
 
 def _key_value_heads(config, changed) -> int:
-    n, m, r = config.num_attention_heads, config.num_key_value_heads, config.signal_heads_per_noise_head
-    if m == default_key_value_heads(config.attention, n, r):
-        return default_key_value_heads(changed.attention, n, changed.signal_heads_per_noise_head)
+    n, m = config.num_attention_heads, config.num_key_value_heads
+    if m == default_key_value_heads(config.variant, n):
+        return default_key_value_heads(changed.variant, n)
     for candidate in range(m, 1, -1):
         try:
-            count_heads(changed.attention, n, candidate, 1, None, changed.signal_heads_per_noise_head)
+            count_heads(changed.variant, n, candidate, 1)
         except ValueError:
             continue
         return candidate
@@ -91,7 +92,9 @@ def _key_value_heads(config, changed) -> int:
 
 
 def _value_head_dim(config, changed) -> int | None:
-    width, wide, was_wide = config.value_head_dim, changed.attention in _WIDE_VALUES, config.attention in _WIDE_VALUES
+    # half as many value heads as key heads, twice as wide
+    wide, was_wide = (x.variant.maps == 2 and not x.variant.shared_keys for x in (changed, config))
+    width = config.value_head_dim
     if width is None or wide == was_wide:
         return width
     if was_wide and width % 2:

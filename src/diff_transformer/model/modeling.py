@@ -39,15 +39,16 @@ from diff_transformer.model.attention import Attention
 from diff_transformer.model.caches import CACHE, is_paged, slots_in_use
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.cores import Core
+from diff_transformer.model.cores import AttentionCore
+from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import DEFAULT, attention_backend, check_implementation
 from diff_transformer.model.inputs import (
     Packing,
-    causal_mask,
+    Visible,
     documents_at,
     restarts,
-    split_padding,
     take_documents,
+    visible_of,
 )
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU, keeping_precision
@@ -99,7 +100,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     def __init__(self, config: DiffTransformerConfig, *args, **kwargs):
         config.check()
         super().__init__(config, *args, **kwargs)
-        if config.attention not in ("softmax", "diff_v2") and config.lambda_learned:
+        if config.variant.lam == "learned":
             self._keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
             self._no_split_modules = ["DecoderLayer", "LearnedLambda"]  # units of FSDP: one dtype each
 
@@ -110,7 +111,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         """Choose how attention is computed from now on: one of ``IMPLEMENTATIONS``, for both models of a pair."""
         super().set_attn_implementation(attn_implementation, allow_all_kernels)
         for core in self.modules():
-            if isinstance(core, Core):
+            if isinstance(core, AttentionCore):
                 core.backend = attention_backend(self.config)
 
     def save_pretrained(self, save_directory: str | os.PathLike, is_main_process: bool = True, *args, **kwargs):
@@ -139,7 +140,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         elif isinstance(module, LearnedLambda):
             for vector in module.parameters():
                 init.normal_(vector, std=module.std)
-        elif isinstance(module, TokenLambda):
+        elif isinstance(module, TokenLambda) and module.mean is not None:
             init.constant_(module.mean, 0.5)
         elif isinstance(module, RotaryEmbedding):
             super()._init_weights(module)
@@ -175,10 +176,11 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     def lambdas(self) -> Tensor:
         """The current lambda of each layer, fp32 ``[L]``, without gradient; empty for softmax attention.
 
-        For ``attention="diff_v2"``, whose lambda depends on the token: the mean over tokens and heads in the last
-        forward pass over more than one token.
+        For variants whose lambda depends on the token: the mean over tokens and heads in the last forward pass over
+        more than one token. ``model.layers[i].self_attn.lambdas`` has those of one layer.
         """
-        return torch.tensor([present_lambda(module) for module in self.modules() if isinstance(module, LAMBDAS)])
+        modules = [module for module in self.modules() if isinstance(module, LAMBDAS)]
+        return torch.tensor([present_lambda(module) for module in modules if getattr(module, "mean", 0) is not None])
 
     @capture_outputs
     def forward(
@@ -218,23 +220,23 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         batch, queries, _ = inputs_embeds.shape
         kwargs.setdefault("output_attentions", self.config.output_attentions)
         cache = past_key_values if cache is None else cache
+        whole = CORES[self.config.attention].means
+        if whole and (use_cache or cache is not None):
+            raise ValueError("attention='dint' takes means over whole rows; call the model with use_cache=False")
         paged, kept = is_paged(cache), None if is_paged(cache) else cache
         documents = None if paged else self._documents(kwargs, batch, attention_mask, position_ids, kept, use_cache)
         options = _for_layers(kwargs, paged)
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and documents is None
-        if self.config.attention == "dint":
-            attention_mask, options["query_padding_mask"] = split_padding(attention_mask, queries, kept)
+            use_cache = self.config.use_cache and not self.training and documents is None and not whole
         if documents is None:
-            given = self.config, inputs_embeds, attention_mask, kept, position_ids
-            mask, is_causal = causal_mask(*given)
+            visible = visible_of(self.config, inputs_embeds, attention_mask, kept, position_ids)
         else:
-            mask, is_causal, options["documents"] = None, True, documents
             if attention_mask is not None or use_cache:
                 raise ValueError(
                     "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
                     "attention_mask and use_cache; leave them out"
                 )
+            visible = Visible(None, True, self.config.sliding_window, documents)
             position_ids = documents.positions((batch, queries)) if position_ids is None else position_ids
         if use_cache and cache is None:
             cache = kept = DynamicCache(config=self.config)
@@ -246,8 +248,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         for layer in self.layers[: self.config.num_hidden_layers]:  # ``generate(assistant_early_exit=n)`` lowers it
             hidden_states = layer(
                 hidden_states,
-                attention_mask=mask,
-                is_causal=is_causal,
+                visible=visible,
                 position_embeddings=position_embeddings,
                 **{CACHE: cache},
                 **options,
@@ -259,7 +260,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     ) -> Packing | None:
         """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
 
-        Positions that restart describe documents too. Except for ``"dint"``, ``causal_mask`` makes a complete mask of
+        Positions that restart describe documents too. Except for ``"dint"``, ``visible_of`` makes a complete mask of
         them where documents cannot be used: with a cache or maps, in a traced graph, where positions cannot be read,
         and for FlexAttention, which would be compiled for each length.
         """
@@ -300,17 +301,20 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             return None
         return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
 
+    def generate(self, *args, **kwargs):
+        """As in transformers; ``attention="dint"``, which has no cache, computes the whole text for each token."""
+        if CORES[self.config.attention].means:
+            kwargs["use_cache"] = False
+        return super().generate(*args, **kwargs)  # ty: ignore[invalid-argument-type]
+
     def init_continuous_batching(self, *args, **kwargs):
         """Start transformers' continuous batching (``generate_batch``); ``"sdpa"`` replaces the default implementation.
 
         Raises:
-            ValueError: for ``attention="dint"``, whose running mean the paged cache cannot keep.
+            ValueError: for ``attention="dint"``, which computes whole rows.
         """
-        if self.config.attention == "dint":
-            raise ValueError(
-                "attention='dint' keeps a running mean beside keys and values, which the paged cache of continuous "
-                "batching cannot hold; use generate with a batch of prompts"
-            )
+        if CORES[self.config.attention].means:
+            raise ValueError("attention='dint' takes means over whole rows and has no cache; use generate")
         if self.config._attn_implementation != DEFAULT:
             return super().init_continuous_batching(*args, **kwargs)
         self.set_attn_implementation("sdpa")

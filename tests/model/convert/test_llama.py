@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
@@ -119,16 +119,3 @@ def test_the_two_sides_share_no_memory(llama):
     before = ours.model.norm.weight.detach().clone()
     theirs.model.norm.weight.data.zero_()
     assert torch.equal(ours.model.norm.weight, before)
-
-
-def test_files_without_index_are_read_together(llama, ids, save):
-    theirs = llama()
-    state = theirs.state_dict()
-    folder = save("theirs", {}, **{"config.json": theirs.config.to_dict()})
-    (folder / "model.safetensors").unlink()
-    names = sorted(state)
-    for number, part in enumerate((names[::2], names[1::2])):
-        save_file({name: state[name].clone() for name in part}, folder / f"part{number}.safetensors")
-    convert_folder(folder, folder.with_name("ours"))
-    ours = DiffTransformerForCausalLM.from_pretrained(folder.with_name("ours"))
-    assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")

@@ -57,13 +57,12 @@ def shapes_of(model: type[PreTrainedModel], config) -> Shapes:
 
 def our_names(config: DiffTransformerConfig) -> Names:
     """Name templates of the tensors in a model of ``config``."""
-    with_vectors = config.attention not in ("softmax", "diff_v2")
     absent = ["head"] if config.tie_word_embeddings else []
-    if not (with_vectors and config.lambda_learned):
+    if config.variant.lam != "learned":
         absent += LAMBDAS
-    if config.attention != "diff_v2":
+    if not config.variant.sigmoids:
         absent.append("lambda_proj")
-    if not (config.softmax_head_norm if config.attention == "softmax" else with_vectors and config.head_norm is True):
+    if config.variant.head_norm != "weighted":
         absent.append("head_norm")
     if config.hidden_act != "poly_norm":
         absent += ["activation_weight", "activation_bias"]

@@ -1,0 +1,342 @@
+"""The core and its table of variants: recorded outputs, formulas in fp64 head by head, gradients, caches, packing."""
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from transformers import DynamicCache
+
+from diff_transformer import DiffAttention, DiffTransformerConfig
+from diff_transformer.model.attention import Attention
+from diff_transformer.model.cores import AttentionCore
+from diff_transformer.model.cost import attention_core_flops, count_parameters
+from diff_transformer.model.heads import CORES, Variant, count_heads
+from diff_transformer.model.inputs import Packing
+from diff_transformer.testing import assert_within_budget
+
+HIDDEN, HEADS, D = 96, 8, 12
+
+# Recorded: what the classes that this core replaced computed.
+
+CASES = {
+    "diff": {},
+    "diff, grouped queries": {"num_key_value_heads": 4, "head_norm_init": 0.3},
+    "diff, no norm": {"head_norm": False},
+    "diff, no weight": {"head_norm": "no_weight"},
+    "diff, lambda_init 0.5": {"lambda_init": 0.5},
+    "fixed lambda": {"lambda_learned": False},
+    "diff_v2": {"attention": "diff_v2"},
+    "diff_v2, grouped queries": {"attention": "diff_v2", "num_key_value_heads": 2},
+    "grouped_diff": {"attention": "grouped_diff", "num_key_value_heads": 4},
+    "grouped_diff, grouped queries": {"attention": "grouped_diff", "num_key_value_heads": 2},
+    "dint": {"attention": "dint"},
+}
+
+
+def numbers(*shape: int, phase: float = 0.0) -> torch.Tensor:
+    """Fixed numbers without a random generator, in fp64."""
+    count = torch.arange(math.prod(shape), dtype=torch.float64)
+    return torch.sin(count * 1.6180339887 + count.square() * 0.37 + phase).view(shape)
+
+
+def outputs(case: str) -> dict[str, torch.Tensor]:
+    """The layer of ``case`` in fp64: causal, bidirectional, padded, packed, and its map; fp32 ``[2, 9, 32]``."""
+    causal = DiffAttention(32, 8, is_causal=True, rope_theta=1e4, layer_index=2, **CASES[case]).double()
+    both = DiffAttention(32, 8, rope_theta=1e4, layer_index=2, **CASES[case]).double()
+    for i, (name, parameter) in enumerate(causal.named_parameters()):
+        scale = 1.0 if parameter.dim() == 1 else 0.6
+        parameter.data = scale * numbers(*parameter.shape, phase=float(i))
+        both.get_parameter(name).data = parameter.data
+    x = numbers(2, 9, 32, phase=0.5)
+    keep = torch.ones(2, 9, dtype=torch.bool)
+    keep[0, :4] = False
+    found = {
+        "causal": causal(x)[0],
+        "bidirectional": both(x)[0],
+        "padded": causal(x, key_padding_mask=keep)[0],
+        "packed": causal(x, documents=Packing(torch.tensor([0, 5, 9, 18], dtype=torch.int32), 9))[0],
+        "map": causal(x, output_attentions=True)[1][:, ::2],
+    }
+    return {f"{case}: {name}": value.detach().float().contiguous() for name, value in found.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_outputs_are_those_recorded(case):
+    recorded = load_file(Path(__file__).with_name("cores.safetensors"))
+    for name, value in outputs(case).items():
+        torch.testing.assert_close(value, recorded[name], atol=1e-6, rtol=1e-6, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# Formulas.
+
+FORMULAS = {
+    "v3": CORES["diff_v3"],
+    "v3, norm": replace(CORES["diff_v3"], head_norm="weighted", head_norm_init=0.3),
+    "v3, groups": replace(CORES["diff_v3"], signal_heads=2, initial_ratio=0.5),
+    "gated": CORES["gated"],
+    "gated, norm before": Variant(maps=1, gate="result", head_norm="weighted", head_norm_init=0.3),
+    "gated, norm after": Variant(maps=1, gate="normed", head_norm="plain", head_scale=2.0),
+    "v2, gate": Variant(shared_keys=True, lam="token", gate="result"),
+    "v2, gate after the norm": Variant(shared_keys=True, lam="token", gate="normed", head_norm="weighted"),
+    "v1, gate first": Variant(lam="learned", gate="first", head_norm="plain", factor=True),
+    "v1, gate": Variant(lam="fixed", lambda_init=0.3, gate="result"),
+}
+EVERY = {**CORES, **FORMULAS}
+
+
+def layer_of(variant, kv=4, backend="auto"):
+    torch.manual_seed(3)
+    heads = count_heads(variant, HEADS, kv, D)
+    core = AttentionCore(variant, HIDDEN, heads, layer_index=2, backend=backend)
+    return Attention(HIDDEN, heads, core)
+
+
+def written_out(layer, x):
+    """o [B, T, hidden] in the dtype of the layer, one head after another, from the maps as tensors."""
+    core, variant, heads, T = layer.core, layer.core.variant, layer.heads, x.shape[1]
+    q, k, v = (
+        F.linear(x, w.weight).unflatten(-1, (-1, width)).transpose(1, 2)
+        for w, width in ((layer.q_proj, D), (layer.k_proj, D), (layer.v_proj, heads.value_dim))
+    )
+    hide = torch.full((T, T), float("-inf"), dtype=x.dtype).triu(1)
+    r, sigmoids = variant.signal_heads, variant.sigmoids
+    token = None if variant.lam in ("learned", "fixed") or not sigmoids else core.lam.proj.weight
+    outs = []
+    for j in range(heads.outputs):
+        value = v[:, j * heads.values // heads.outputs]
+        gate = lam = 1.0
+        if token is not None:
+            logits = F.linear(x, token[sigmoids * j : sigmoids * (j + 1)])
+            gate = logits[..., :1].sigmoid() if variant.gate else 1.0
+            lam = (logits[..., -1:] + core.lam.offset).sigmoid()
+        elif variant.maps == 2:
+            lam = core.lam()
+            gate = F.linear(x, core.gates.proj.weight[j : j + 1]).sigmoid() if variant.gate else 1.0
+
+        def one_map(query, key):
+            return (query @ key.mT / D**0.5 + hide).softmax(-1)
+
+        if variant.maps == 1:
+            out = one_map(q[:, j], k[:, j * heads.keys // heads.outputs]) @ value
+        else:
+            group, place = divmod(j, r)
+            key = group * heads.values // (heads.outputs // r)
+            k1, k2 = (k[:, key], k[:, key]) if variant.shared_keys else (k[:, 2 * key], k[:, 2 * key + 1])
+            first = one_map(q[:, group * (r + 1) + place], k1)
+            second = one_map(q[:, group * (r + 1) + r], k2)
+            of_first = gate if variant.gate == "first" else 1.0
+            out = (of_first * first - lam * second) @ value
+        out = out * (gate if variant.gate == "result" else 1.0)
+        if variant.head_norm:
+            weight = 1.0 if core.head_norm.weight is None else core.head_norm.weight
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
+        outs.append(out * core.gain * (gate if variant.gate == "normed" else 1.0))
+    return F.linear(torch.cat(outs, -1), layer.o_proj.weight)
+
+
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("kv", [8, 4])
+def test_the_layer_is_its_formula(name, kv):
+    """Outputs and the gradients of the input and of every parameter, in fp64."""
+    if EVERY[name].means:
+        pytest.skip("tests/model/test_variants.py has the formula of dint")
+    variant = EVERY[name]
+    if variant.signal_heads > 1:
+        kv //= 2
+    layer = layer_of(variant, kv).double()
+    x = torch.randn(2, 23, HIDDEN, dtype=torch.float64, requires_grad=True)
+    out, expected = layer(x)[0], written_out(layer, x)
+    torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-10)
+    leaves, upstream = [x, *layer.parameters()], torch.randn_like(out)
+    found, wanted = (torch.autograd.grad(y, leaves, upstream) for y in (out, expected))
+    assert all(gradient.abs().max() > 0 for gradient in wanted)
+    torch.testing.assert_close(found, wanted, atol=1e-11, rtol=1e-8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", EVERY)
+def test_numerics_budget(name, dtype):
+    """fp32 to 1e-5 (a norm amplifies the rounding of small heads); half precision within twice the eager error."""
+    kv = 2 if EVERY[name].signal_heads == 3 else 4
+    layer, x = layer_of(EVERY[name], kv).to(dtype), torch.randn(2, 23, HIDDEN).to(dtype)
+    exact, eager = layer_of(EVERY[name], kv).double(), layer_of(EVERY[name], kv, "reference").to(dtype)
+    exact.load_state_dict({key: value.double() for key, value in layer.state_dict().items()})
+    eager.load_state_dict(layer.state_dict())
+    out = layer(x)[0]
+    assert out.dtype == dtype
+    assert_within_budget(out, exact(x.double())[0], None if dtype == torch.float32 else eager(x)[0])
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY if name != "dint"])
+def test_cached_steps_packed_documents_and_maps_agree_with_one_pass(name):
+    layer, x = layer_of(EVERY[name], 2 if EVERY[name].signal_heads == 3 else 4), torch.randn(2, 23, HIDDEN)
+    whole = layer(x)[0]
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            cache = DynamicCache()
+            parts = [x[:, :20], *x[:, 20:].split(1, 1)]
+            steps = torch.cat([layer(part, cache=cache)[0] for part in parts], 1)
+        torch.testing.assert_close(steps, whole, atol=1e-5, rtol=1e-4)
+    documents = Packing(torch.tensor([0, 11, 23, 46], dtype=torch.int32), 23)
+    packed = layer(x, documents=documents)[0]
+    torch.testing.assert_close(packed[:1, :11], layer(x[:1, :11])[0], atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(packed[1:], whole[1:], atol=1e-5, rtol=1e-4)
+    keep = torch.ones(2, 23, dtype=torch.bool)
+    keep[0, :9] = False
+    torch.testing.assert_close(layer(x, key_padding_mask=keep)[0][:1, 9:], layer(x[:1, 9:])[0], atol=1e-5, rtol=1e-4)
+    eager = layer_of(EVERY[name], 2 if EVERY[name].signal_heads == 3 else 4, "reference")
+    torch.testing.assert_close(eager(x, output_attentions=True)[0], whole, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EVERY)
+def test_layers_compile_without_graph_breaks(name):
+    torch._dynamo.reset()
+    layer, x = layer_of(EVERY[name], 2 if EVERY[name].signal_heads == 3 else 4), torch.randn(2, 23, HIDDEN)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x)[0], layer(x)[0], atol=1e-6, rtol=1e-5)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x[:, :1])[0], layer(x[:, :1])[0], atol=1e-6, rtol=1e-5)
+
+
+# The limits of V3.
+
+
+def gates(layer, first=None, second=None):
+    """Set the logits of V3's gates for inputs whose first channel is 1."""
+    rows = layer.core.lam.proj.weight.data.unflatten(0, (HEADS, -1))  # [head, gate | lambda, hidden]
+    for column, value in enumerate((first, second)):
+        if value is not None:
+            rows[:, column] = 0
+            rows[:, column, 0] = value
+
+
+@torch.no_grad()
+def test_v3_becomes_v2_and_gated_attention():
+    x = torch.randn(2, 23, HIDDEN)
+    x[..., 0] = 1.0
+    v3, v2, gated = (layer_of(CORES[name]) for name in ("diff_v3", "diff_v2", "gated"))
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        getattr(v2, name).weight.copy_(getattr(v3, name).weight)
+        source = getattr(v3, name).weight
+        getattr(gated, name).weight.copy_(
+            source.unflatten(0, (HEADS, 2, D))[:, 0].flatten(0, 1) if name == "q_proj" else source
+        )
+    columns = v3.core.lam.proj.weight.unflatten(0, (HEADS, 2)).clone()
+    v2.core.lam.proj.weight.copy_(columns[:, 1])
+    gated.core.lam.proj.weight.copy_(columns[:, 0])
+    gates(v3, first=20.0)
+    torch.testing.assert_close(v3(x)[0], v2(x)[0], atol=1e-6, rtol=0)
+    v3.core.lam.proj.weight.copy_(columns.flatten(0, 1))
+    gates(v3, second=-20.0)
+    torch.testing.assert_close(v3(x)[0], gated(x)[0], atol=1e-6, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("logit", [-3.0, -10.0, -20.0, -80.0, -200.0])
+def test_closed_gates_of_v3_leave_the_noise_map(logit, dtype):
+    """Where the ratio of the sigmoids would overflow, outputs and gradients stay finite and right."""
+    layer, x = layer_of(CORES["diff_v3"]), torch.randn(2, 23, HIDDEN)
+    x[..., 0] = 1.0
+    gates(layer, first=logit)
+    layer, x = layer.to(dtype), x.to(dtype)
+    exact = layer_of(CORES["diff_v3"]).double()
+    exact.load_state_dict({key: value.double() for key, value in layer.state_dict().items()})
+    out, wanted = layer(x)[0], written_out(exact, x.double())
+    tolerance = 1e-6 if dtype == torch.float32 else 4 * torch.finfo(dtype).eps * wanted.abs().max().item()
+    torch.testing.assert_close(out.double(), wanted, atol=tolerance, rtol=0)
+    out.float().square().sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in layer.parameters())
+
+
+@torch.no_grad()
+def test_rows_of_v3_sum_to_the_difference_of_its_weights():
+    x = torch.randn(1, 9, HIDDEN)
+    for ratio, expected in ((None, 0.0), (0.5, 0.25)):
+        layer = layer_of(replace(CORES["diff_v3"], initial_ratio=ratio))
+        layer.core.lam.proj.weight.zero_()
+        sums = layer.attention_maps(x).difference.sum(-1)
+        torch.testing.assert_close(sums, torch.full_like(sums, expected), atol=1e-6, rtol=0)
+
+
+# Lambda and maps of a layer.
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("attention", [name for name in CORES if name != "softmax"])
+def test_lambdas_and_maps_of_a_layer(attention):
+    torch.manual_seed(0)
+    layer, x = DiffAttention(32, 8, attention=attention, is_causal=True), torch.randn(2, 6, 32)
+    lam, (first, second, difference) = layer.lambdas(x), layer.attention_maps(x)
+    assert first.shape == (2, layer.heads.outputs, 6, 6)
+    torch.testing.assert_close(first.sum(-1), torch.ones(first.shape[:3]))
+    if attention == "gated":
+        assert lam is None
+        assert not second.any()
+    elif attention in ("diff", "grouped_diff"):
+        assert (lam.shape, lam.dtype) == ((), torch.float32)
+        torch.testing.assert_close(difference, first - lam * second)
+    elif attention == "diff_v2":
+        torch.testing.assert_close(difference, first - lam * second)
+    elif attention == "diff_v3":  # the ratio of both weights, and a common factor
+        expected = first - lam * second
+        ratio = difference / expected
+        torch.testing.assert_close(ratio.nan_to_num(0).amax(-1), layer.core.lam(x)[..., 0], atol=1e-4, rtol=1e-3)
+    torch.testing.assert_close(layer(x, output_attentions=True)[1], difference)
+
+
+# Sizes, cost, refusals.
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_a_row_of_the_table_is_an_argument_of_the_layer(name):
+    layer = DiffAttention(HIDDEN, HEADS, attention=EVERY[name], num_key_value_heads=4)
+    assert layer.core.variant is EVERY[name]
+    assert layer(torch.randn(1, 5, HIDDEN))[0].shape == (1, 5, HIDDEN)
+
+
+def test_what_v3_and_a_gate_cost_at_3b():
+    """Beside softmax attention: parameters and FLOPs of a layer at 2K keys, as the table of the third version says."""
+    sizes = {"hidden_size": 3072, "num_attention_heads": 24, "num_hidden_layers": 1, "vocab_size": 8}
+
+    def layer(attention):
+        config = DiffTransformerConfig(attention=attention, **sizes)
+        parts = count_parameters(config)
+        parameters = parts["attention"] + parts["lambda"] + parts["head norm"]
+        matrices = parts["attention"] + (parts["lambda"] if config.variant.sigmoids else 0)
+        return parameters, 2 * matrices + attention_core_flops(config, 4095)
+
+    base, more = layer("softmax"), {}
+    for name in ("diff", "gated", "diff_v2", "diff_v3"):
+        more[name] = tuple(round(100 * (a / b - 1), 2) for a, b in zip(layer(name), base, strict=True))
+    assert more == {"diff": (0.0, 0.06), "gated": (0.2, 0.15), "diff_v2": (25.2, 31.49), "diff_v3": (25.39, 31.64)}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"maps": 3}, "maps is 3; accepted: 1, 2"),
+        ({"maps": 1, "lam": "token"}, "maps=1 has no second map"),
+        ({"maps": 1, "gate": "first"}, "maps=1 has no second map"),
+        ({}, "needs a weight: give lam"),
+        ({"lam": "token", "lambda_init": 0.5}, "lambda_init belongs to"),
+        ({"lam": "learned", "lambda_init": 1.0}, "lambda_init is 1.0; .* a number below 1"),
+        ({"lam": "learned", "lambda_init": float("nan")}, "lambda_init is nan; accepted: 'depth' or a number"),
+        ({"lam": "token", "factor": True}, "factor needs a lambda_init"),
+        ({"lam": "learned", "initial_ratio": 0.5}, "initial_ratio belongs to"),
+        ({"lam": "token", "initial_ratio": 1.0}, "initial_ratio is 1.0; give one between 0 and 1"),
+        ({"lam": "token", "head_norm_init": 0.3}, "head_norm_init=0.3 sets the weight of a head norm"),
+        ({"maps": 1, "gate": "normed"}, "gate='normed' needs a head norm"),
+        ({"lam": "tokens"}, "lam is 'tokens'; accepted: learned, fixed, token"),
+        ({"lam": "token", "gate": "both"}, "gate is 'both'; accepted: first, result, normed"),
+        ({"lam": "token", "head_norm": True}, "head_norm is True; accepted: plain, weighted"),
+        ({"lam": "token", "signal_heads": 0}, "signal_heads is 0"),
+    ],
+)
+def test_rows_that_make_no_sense_are_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        Variant(**fields)
