@@ -50,7 +50,9 @@ def test_earlier_variants_stay(tmp_path):
     assert known_variants(["dint", "diff", "softmax"], tmp_path) == ["dint"]
     (tmp_path / "variants.json").write_text('["dint"]')
     assert known_variants(["fixed_lambda", "dint"], tmp_path) == ["dint", "fixed_lambda"]
-    with pytest.raises(ValueError, match="no variant 'dinner'; there are: diff, diff_v2, diff_v3, gated, grouped_diff, dint"):
+    with pytest.raises(
+        ValueError, match="no variant 'dinner'; there are: diff, diff_v2, diff_v3, gated, grouped_diff, dint"
+    ):
         known_variants(["dinner"], tmp_path)
 
 

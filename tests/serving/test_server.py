@@ -375,7 +375,7 @@ def test_a_model_that_does_not_say_how_many_positions_it_has(tmp_path):
 def test_dint_has_no_place_in_the_paged_cache(tmp_path):
     DiffTransformerForCausalLM(preset("debug", vocab_size=258, attention="dint")).save_pretrained(tmp_path)
     byte_tokenizer().save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="attention='dint' keeps a running sum beside keys and values"):
+    with pytest.raises(ValueError, match="attention='dint' takes means over whole rows and has no cache"):
         make_server(str(tmp_path), continuous_batching=True)
 
 

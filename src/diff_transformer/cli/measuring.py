@@ -266,7 +266,9 @@ def info(
     length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
         str,
-        typer.Option(help="Variant to compare: diff_v2, grouped_diff, dint, fixed_lambda, softmax_norm."),
+        typer.Option(
+            help="Variant to compare: diff_v2, diff_v3, gated, grouped_diff, dint, fixed_lambda, softmax_norm."
+        ),
     ] = "diff",
     gpus: Annotated[int | None, typer.Option(help="GPUs to train a recipe on.")] = None,
     memory: Annotated[float | None, typer.Option(help="GiB of each GPU; 80 by default.")] = None,

@@ -11,6 +11,8 @@ NAMES = {
     "softmax": "Transformer",
     "softmax_norm": "Transformer + head norm",
     "diff_v2": "DIFF V2",
+    "diff_v3": "DIFF V3",
+    "gated": "gated Transformer",
     "grouped_diff": "Grouped DIFF",
     "dint": "DINT",
     "fixed_lambda": "DIFF, fixed lambda",

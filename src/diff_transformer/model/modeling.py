@@ -304,7 +304,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     def generate(self, *args, **kwargs):
         """As in transformers; ``attention="dint"``, which has no cache, computes the whole text for each token."""
         if CORES[self.config.attention].means:
-            kwargs["use_cache"] = False
+            kwargs |= {"use_cache": False, "prefill_chunk_size": None, "cache_implementation": None}
         return super().generate(*args, **kwargs)  # ty: ignore[invalid-argument-type]
 
     def init_continuous_batching(self, *args, **kwargs):

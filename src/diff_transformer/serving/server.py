@@ -129,10 +129,7 @@ def batching(context: int, requests: int):
 
 def _check_paged(config):
     if getattr(config, "attention", None) == "dint":
-        raise ValueError(
-            "attention='dint' keeps a running sum beside keys and values, for which the paged cache of continuous "
-            "batching has no place; leave out continuous_batching"
-        )
+        raise ValueError("attention='dint' takes means over whole rows and has no cache; leave out continuous_batching")
     if not getattr(config.get_text_config(), "max_position_embeddings", None):
         raise ValueError(
             f"{type(config).__name__} has no max_position_embeddings, which says how large the paged cache of "
