@@ -476,7 +476,8 @@ def test_weights_of_equal_shape_are_shared_with_the_pair(training_data, name):
     part = {n.split(".", 3)[-1] for n in softmax.keys() - shared}
     feed_forward = {f"mlp.{p}_proj.weight" for p in ("gate", "up", "down")}
     own = {
-        **dict.fromkeys(("diff_v2", "diff_v3"), {"self_attn.q_proj.weight", *feed_forward}),
+        "diff_v2": {"self_attn.q_proj.weight", *feed_forward},
+        "diff_v3": {"self_attn.q_proj.weight", *feed_forward},
         "grouped_diff": {f"self_attn.{p}_proj.weight" for p in "kvo"} | feed_forward,
     }
     assert part == own.get(name, set())

@@ -51,8 +51,8 @@ def compare(
         str | None,
         typer.Option(
             help="Also train, by commas: diff_v2, diff_v3, gated, grouped_diff, dint, fixed_lambda, softmax_norm (by "
-            "default: the Transformer + head norm, a control that stands beside every claim), each at equal cost. '' trains the "
-            "pair alone. With --from: always diff_v2 and a wider Transformer."
+            "default: the Transformer + head norm, a control that stands beside every claim), each at equal cost. '' "
+            "trains the pair alone. With --from: always diff_v2 and a wider Transformer."
         ),
     ] = None,
     engine: Engine = "local",
