@@ -1,9 +1,12 @@
 """Cached decoding in one call of the CPU kernel equals the modules, and is left to them where it must be."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from diff_transformer.model.attention import DiffAttention
+from diff_transformer.model.heads import CORES
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
 from diff_transformer.ops.cpu import decode
@@ -17,6 +20,9 @@ VARIANTS = {
     "plain norm": {"head_norm": "no_weight"},
     "no norm": {"head_norm": False},
     "diff_v2": {"attention": "diff_v2"},
+    "diff_v3": {"attention": "diff_v3"},
+    "diff_v3, norm": {"attention": replace(CORES["diff_v3"], head_norm="weighted", head_norm_init=0.7)},
+    "diff_v2, gate": {"attention": replace(CORES["diff_v2"], gate="result")},
     "grouped_diff": {"attention": "grouped_diff", "num_heads": 8, "num_key_value_heads": 4},
 }
 
@@ -82,7 +88,7 @@ def test_new_weights_are_seen_at_once():
         torch.testing.assert_close(after, modules_alone(layer, hidden, memory)[0])
 
 
-@pytest.mark.parametrize("variant", ["diff", "diff_v2"])
+@pytest.mark.parametrize("variant", ["diff", "diff_v2", "diff_v3"])
 def test_the_modules_run_where_they_have_to(variant, calls):
     layer, (hidden, memory) = make(torch.float32, **VARIANTS[variant]), rows_of(torch.float32, 1)
     core = layer.core
@@ -109,7 +115,7 @@ def test_the_modules_run_where_they_have_to(variant, calls):
         assert not fused()
 
 
-@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff"])
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "diff_v3", "grouped_diff"])
 def test_cached_steps_equal_the_whole(attention, calls):
     torch.manual_seed(0)
     model = DiffTransformerForCausalLM(preset("debug", attention=attention)).eval()

@@ -11,10 +11,10 @@ from diff_transformer.model.attention import DiffAttention
 from diff_transformer.model.inputs import Visible
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
-from diff_transformer.ops.cpu import layer as native
-from diff_transformer.ops.cpu.build import library
+from diff_transformer.ops.cpu import decode as native
+from diff_transformer.ops.cpu.library import available
 
-pytestmark = pytest.mark.skipif(library() is None, reason="no C++ compiler here: there is no native form to test")
+pytestmark = pytest.mark.skipif(not available(), reason="the CPU kernel is not built on this machine")
 
 PARTS = {
     "head_norm": ("core.head_norm", "weight"),
@@ -45,7 +45,7 @@ def call(layer):
 def in_parts(compute, *arguments):
     """What the modules compute by themselves."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(native, "supports", lambda *_: False)
+        patch.setattr(native, "available", lambda: False)
         return compute(*arguments)
 
 

@@ -5,7 +5,7 @@ query head, dv width of a value head. ``count_heads`` says how many heads querie
 """
 
 import math
-from typing import Any
+from typing import Any, TypeGuard, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -15,11 +15,12 @@ from diff_transformer.model.heads import HeadCounts, Variant
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, lambda_init
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import DecodeWeights, decode_head, diff_attention, diff_attention_maps
+from diff_transformer.ops.api import can_decode, decode_heads, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.softmax_calls import packed_attention, packs, softmax_attention
 from diff_transformer.ops.varlen import diff_attention_varlen
 
+Part = TypeVar("Part", bound=nn.Module)
 Lambda = Any  # a number, a scalar tensor, or [B, h, T, 1]; None for one map
 
 
@@ -83,31 +84,35 @@ class AttentionCore(nn.Module):
 
         ``hidden_states [B, T, hidden_size]``: the input from which the numbers of each token are computed.
         """
+        out = decode_in_one_call(self, q, k, v, visible, hidden_states)
+        if out is not None:
+            return out
         lam, gate = self.weights(hidden_states, v.dtype)
         before, after = (None, gate) if self.variant.gate == "normed" else (gate, None)
-        if visible.documents is not None:
-            out = self.attend_documents(q, k, v, lam, visible, before).unflatten(0, (q.shape[0], q.shape[2]))
-            return self.finish(out, after)
-        out = decode_in_one_call(self, q, k, v, lam, gate, visible)
-        return self.finish(self.attend(q, k, v, lam, visible, before).transpose(1, 2), after) if out is None else out
+        if visible.documents is None:
+            return self.finish(self.attend(q, k, v, lam, visible, before).transpose(1, 2), after)
+        out = self.attend_documents(q, k, v, lam, visible, before)
+        return self.finish(out.unflatten(0, (q.shape[0], q.shape[2])), after)
 
     def weights(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Lambda, Tensor | None]:
-        """Lambda, and the gate ``[B, h, T, 1]`` or None; in fp32 or wider.
+        """Lambda and the gate as ``attend`` takes them: ``gate (A1 - lambda A2)``; in fp32 or wider.
 
         With gate="first" lambda is s2 / s1, since s1 A1 - s2 A2 = s1 (A1 - (s2 / s1) A2). s1 stops where the rounding
         of ``dtype``, that of the heads, hides it.
         """
-        lam = gate = None
-        if self.variant.sigmoids and self.gates is None:
-            columns = self.lam(hidden_states).split(1, 3)  # gate, lambda: each [B, h, T, 1]
-            gate, lam = columns[0] if self.variant.gate else None, columns[-1] if self.variant.lam else None
-        elif self.lam is not None:
-            lam = self.lam(hidden_states)
-            gate = None if self.gates is None else self.gates(hidden_states)
+        lam, gate = self.lambda_and_gate(hidden_states)
         if gate is not None and lam is not None and self.variant.gate == "first":
             gate = gate.clamp_min(torch.finfo(dtype).eps / 4)
             lam = lam / gate
         return lam, gate
+
+    def lambda_and_gate(self, hidden_states: Tensor | None) -> tuple[Lambda, Tensor | None]:
+        """Lambda, the weight of the second map, and the gate ``[B, h, T, 1]``; None for what the variant lacks."""
+        if self.variant.sigmoids and self.gates is None:
+            columns = self.lam(hidden_states).split(1, 3)  # gate, lambda: each [B, h, T, 1]
+            return columns[-1] if self.variant.lam else None, columns[0] if self.variant.gate else None
+        lam = None if self.lam is None else self.lam(hidden_states)
+        return lam, None if self.gates is None else self.gates(hidden_states)
 
     def split(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries and keys of the two maps, ``(q1, q2, k1, k2)``, as ``diff_attention`` takes them.
@@ -210,25 +215,38 @@ class AttentionCore(nn.Module):
 
 
 def decode_in_one_call(
-    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, gate: Tensor | None, visible: Visible
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, visible: Visible, hidden_states: Tensor | None
 ) -> Tensor | None:
-    """``core.forward`` of a cached step in one native call; None where the modules must run."""
-    norm, variant = core.head_norm, core.variant
-    if torch.is_grad_enabled() or core.backend not in ("auto", "blockwise") or visible.mask is not None:
+    """``core.forward`` of a few queries over a cache in one call of the CPU kernel; None where the modules have to run.
+
+    They have to if a hook, a wrapper or an experiment changed one of them.
+    """
+    norm, lam, variant = core.head_norm, core.lam, core.variant
+    if not can_decode(q) or core.backend not in ("auto", "blockwise"):
         return None
-    if variant.maps == 1 or variant.signal_heads > 1 or variant.means or "attend" in vars(core):
+    if visible.mask is not None or visible.documents is not None or "attend" in vars(core):
         return None
-    plain = type(norm) is RMSNorm and not (norm._forward_hooks or norm._forward_pre_hooks or _has_any_global_hook())
-    if norm is not None and (not plain or "forward" in vars(norm) or variant.gate in ("first", "result")):
+    if variant.maps == 1 or variant.means:
         return None
-    of_norm = (None, False, 0.0) if norm is None else (norm.weight, True, norm.eps)
-    each = None
-    if isinstance(lam, Tensor):
-        each = lam.float().expand(q.shape[0], q.shape[1] // 2, q.shape[2], 1)
-    fixed = lam if isinstance(lam, float) else 0.0
-    ready = DecodeWeights((), fixed, *of_norm, core.gain, each, variant.shared_keys)
-    out = decode_head(q, k, v, lambda: ready, visible.is_causal, visible.window)
-    return None if out is None else out if gate is None else _gated(out, gate.transpose(1, 2))
+    if norm is not None and (not is_plain(norm, RMSNorm) or variant.gate == "result"):
+        return None
+    if is_plain(lam, LearnedLambda) and core.gates is None:
+        value, gate, vectors = lam.initial, None, (lam.lambda_q1, lam.lambda_k1, lam.lambda_q2, lam.lambda_k2)
+    else:
+        (value, gate), vectors = core.lambda_and_gate(hidden_states), ()
+    first, gate = (gate, None) if variant.gate == "first" else (None, gate)
+    norm_weight, norm_eps = (None, None) if norm is None else (norm.weight, norm.eps)
+    return decode_heads(
+        *core.split(q, k), v, value, vectors, first, gate, norm_weight, norm_eps, core.gain, visible.is_causal,
+        visible.window,
+    )  # fmt: skip
+
+
+def is_plain(part: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
+    """True if a call of ``part`` runs the ``forward`` of ``kind`` and nothing else: no wrapper, no hook."""
+    if type(part) is not kind or "forward" in vars(part):
+        return False
+    return not (part._forward_hooks or part._forward_pre_hooks or _has_any_global_hook())
 
 
 def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
