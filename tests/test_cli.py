@@ -106,7 +106,7 @@ def test_info_of_a_folder_says_its_sizes_and_what_it_converts_to(tmp_path):
         assert said in shown
     save_tiny_model(tmp_path / "ours", attention="diff_v2")
     shown = " ".join(cli("info", tmp_path / "ours").stdout.replace("│", " ").split())
-    assert "convert --to authors-v2 yes" in shown
+    assert "convert --to diffllama no: DiffLlama cannot hold" in shown
     assert "convert --to diff no: the model has attention='diff_v2' already" in shown
     (tmp_path / "ours" / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_hidden_layers": 2}))
     assert "convert no: " in " ".join(cli("info", tmp_path / "ours").stdout.replace("│", " ").split())

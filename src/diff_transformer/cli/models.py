@@ -17,27 +17,20 @@ def convert(
         str | None,
         typer.Option(
             "--from",
-            help="llama, diffllama, authors, authors-v2, motif, diff-transformer; detected from the folder by default.",
+            help="llama, diffllama, motif, diff-transformer; detected from the folder by default.",
         ),
     ] = None,
     target: Annotated[
         str,
         typer.Option(
             "--to",
-            help="diff-transformer, llama, diffllama, authors, authors-v2 or motif; diff or diff_v2 make a DIFF "
+            help="diff-transformer, llama, diffllama or motif; diff or diff_v2 make a DIFF "
             "Transformer of a softmax model with equal logits, of most decoders of transformers in their own class.",
         ),
     ] = "diff-transformer",
     lambda_init: Annotated[
         float | None, typer.Option(help="With --to diff: initial lambda, between 0 and 1; 0.5 by default.")
     ] = None,
-    naive_grouped_query: Annotated[
-        bool,
-        typer.Option(
-            "--naive-grouped-query",
-            help="The checkpoint has the layout of the authors' naive file, which groups keys differently.",
-        ),
-    ] = False,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64 for the matrices; the source's by default."),
@@ -53,8 +46,7 @@ def convert(
     options: dict[str, Any] = {} if lambda_init is None else {"lambda_init": lambda_init}
     with bytes_done("converting") as progress:
         notes = convert_folder(
-            source, out, origin, target, naive_grouped_query=naive_grouped_query, dtype=dtype, progress=progress,
-            **options,
+            source, out, origin, target, dtype=dtype, progress=progress, **options,
         )  # fmt: skip
     for note in notes:
         print(note)

@@ -68,10 +68,9 @@ def test_a_wrong_from_is_corrected(llama):
 def test_unknown_names_of_layouts(llama):
     refused(llama, "cannot convert from 'gpt' to 'diff-transformer'; accepted: from diff-transformer or ", origin="gpt")
     refused(llama, "cannot convert from 'llama' to 'onnx'; accepted: ", origin="llama", target="onnx")
-    refused(llama, "cannot convert to 'phi4flash'", target="phi4flash")
+    refused(llama, "cannot convert to 'unilm'", target="unilm")
     refused(llama, "is in the layout 'llama' already; give another --to: diff-transformer, ", target="llama")
     refused(llama, "dtype is 'int8'; accepted: float32", dtype="int8")
-    refused(llama, "--naive-grouped-query is for the authors' layout", naive_grouped_query=True)
     refused(llama, "window: not for a conversion from 'llama' to 'diff-transformer'", window=3)
 
 

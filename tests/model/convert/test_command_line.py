@@ -26,10 +26,6 @@ def test_options_reach_the_conversion(make, tmp_path):
     out = cli("convert", tmp_path / "ours", *as_bf16)
     assert out.returncode == 0, out.stderr
     assert DiffLlamaForCausalLM.from_pretrained(tmp_path / "theirs").dtype == torch.bfloat16
-    naive = ("--from", "diff-transformer", "--to", "authors", "--naive-grouped-query", "--out", tmp_path / "naive")
-    out = cli("convert", tmp_path / "ours", *naive)
-    assert out.returncode == 2
-    assert "error: the naive grouped-query file cannot hold 1 key/value pairs for 4 differential heads" in out.stderr
 
 
 def test_a_refusal_is_one_message(save, tmp_path):

@@ -20,7 +20,7 @@ def test_the_table_has_every_layout_and_no_other():
 
 
 def test_the_functions_it_names_are_there():
-    for name in re.findall(r"`((?:from|to|attention_from|phi4flash|softmax|convert)_[a-z_]+)[`(]", PAGE.read_text()):
+    for name in re.findall(r"`((?:from|to|attention_from|softmax|convert)_[a-z_]+)[`(]", PAGE.read_text()):
         if name not in ("convert_folder",):
             assert callable(getattr(convert, name)), name
 

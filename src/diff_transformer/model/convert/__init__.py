@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 _HOMES = {
     "LAYOUTS": "layouts",
-    "attention_from_authors": "authors",
+    "attention_from_unilm": "unilm",
     "convert_folder": "folder",
     "from_diffllama": "diffllama",
     "from_llama": "llama",
     "layout_of": "layouts",
     "softmax_to_diff": "from_softmax",
-    "phi4flash_attention": "phi4flash",
     "to_diffllama": "diffllama",
     "to_llama": "llama",
 }
@@ -22,7 +21,6 @@ _HOMES = {
 __all__ = [*_HOMES]
 
 if TYPE_CHECKING:
-    from diff_transformer.model.convert.authors import attention_from_authors as attention_from_authors
     from diff_transformer.model.convert.diffllama import from_diffllama as from_diffllama
     from diff_transformer.model.convert.diffllama import to_diffllama as to_diffllama
     from diff_transformer.model.convert.folder import convert_folder as convert_folder
@@ -31,7 +29,7 @@ if TYPE_CHECKING:
     from diff_transformer.model.convert.layouts import layout_of as layout_of
     from diff_transformer.model.convert.llama import from_llama as from_llama
     from diff_transformer.model.convert.llama import to_llama as to_llama
-    from diff_transformer.model.convert.phi4flash import phi4flash_attention as phi4flash_attention
+    from diff_transformer.model.convert.unilm import attention_from_unilm as attention_from_unilm
 
 
 def __getattr__(name: str):

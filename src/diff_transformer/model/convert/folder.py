@@ -34,7 +34,6 @@ def convert_folder(
     origin: str | None = None,
     target: str = OURS,
     *,
-    naive_grouped_query: bool = False,
     dtype: str | torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
     progress: Callable[[int, int], None] | None = None,
@@ -50,7 +49,6 @@ def convert_folder(
         out: new folder for the converted model.
         origin: layout of ``source``; None detects it.
         target: layout to write; ``layouts.targets()`` lists them.
-        naive_grouped_query: the authors' layout is that of their naive file (see ``authors.py``).
         dtype: dtype of the written tensors except lambda vectors: a name of ``DTYPES`` or a torch dtype; None keeps
             that of the source.
         progress: called with (bytes done, total bytes).
@@ -60,7 +58,7 @@ def convert_folder(
     loaded as a whole.
 
     Returns:
-        Notes for the user: the detected layout, what was folded or repeated, which files were copied.
+        Notes for the user: the detected layout, what was folded, which files were copied.
 
     Raises:
         ValueError: for unknown layouts, or a checkpoint that does not have the layout or cannot be represented in the
@@ -72,7 +70,7 @@ def convert_folder(
     source, out, cast = Path(source), Path(out), _dtype(dtype)
     checkpoint = Checkpoint(source)
     require_free(out)
-    if origin is None and not naive_grouped_query and target not in LAYOUTS and _is_foreign(checkpoint):
+    if origin is None and target not in LAYOUTS and _is_foreign(checkpoint):
         _check_options(options, {"lambda_init"}, "a model that keeps its class", target)
         return _in_place(checkpoint, out, target, cast, shard_bytes, progress, **options)
     found = layout_of(checkpoint)
@@ -88,11 +86,9 @@ def convert_folder(
     _check_options(options, set(() if other is None else signature(other).parameters), repr(origin), target)
     if origin == target:
         raise ValueError(f"{source} is in the layout {target!r} already; give another --to: {_others(origin)}")
-    if naive_grouped_query and "authors" not in (origin, target):
-        raise ValueError("--naive-grouped-query is for the authors' layout, on either side")
     notes = [f"{source}: {LAYOUTS[origin].title}"]
     made = None if other is None else partial(other, **options)
-    converted, config = _convert(checkpoint, origin, target, naive_grouped_query, cast, notes, made)
+    converted, config = _convert(checkpoint, origin, target, cast, notes, made)
     with new_folder(out) as folder:
         write_tensors(converted, folder, shard_bytes=shard_bytes, progress=progress)
         LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
@@ -236,22 +232,17 @@ def _convert(
     checkpoint: Checkpoint,
     origin: str,
     target: str,
-    naive: bool,
     dtype: torch.dtype | None,
     notes: list[str],
     made: Callable[..., Conversion] | None,
 ) -> tuple[TensorSource, object]:
-    if LAYOUTS[origin].model_types and not (checkpoint.folder / "config.json").exists():
+    if not (checkpoint.folder / "config.json").exists():
         raise FileNotFoundError(
             f"{checkpoint.folder} has the tensors of {LAYOUTS[origin].title}, but no config.json; put it there"
         )
     layout = LAYOUTS[origin].load()
-
-    def naive_option(name: str) -> dict:  # only the authors' layout has this option
-        return {"naive_grouped_query": naive} if name == "authors" else {}
-
     try:
-        config = layout.read_config(checkpoint, **naive_option(origin))
+        config = layout.read_config(checkpoint)
         expected = layout.tensors(config)
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(
@@ -264,7 +255,7 @@ def _convert(
     if made is not None:
         steps.append((made, OURS))
     elif target != OURS:
-        steps.append((lambda ours: LAYOUTS[target].load().from_ours(ours, **naive_option(target)), target))
+        steps.append((LAYOUTS[target].load().from_ours, target))
     for step, (convert, name) in enumerate(steps, 1):
         conversion: Conversion = convert(config)
         config, shapes = conversion.config, LAYOUTS[name].load().tensors(conversion.config)

@@ -17,12 +17,11 @@ OURS = "diff-transformer"
 
 
 class Layout(NamedTuple):
-    """title: for messages. model_types: ``model_type`` in ``config.json``. writable: whether it can be a target."""
+    """title: for messages. model_types: ``model_type`` in ``config.json``."""
 
     title: str
     module: str
-    model_types: tuple[str, ...] = ()
-    writable: bool = True
+    model_types: tuple[str, ...]
 
     def load(self) -> ModuleType:
         return import_module(f"diff_transformer.model.convert.{self.module}")
@@ -32,10 +31,7 @@ LAYOUTS: dict[str, Layout] = {
     OURS: Layout("this package's layout", "ours", ("diff_transformer",)),
     "llama": Layout("a Llama-family softmax model", "llama", ("llama", "mistral")),
     "diffllama": Layout("Hugging Face DiffLlama", "diffllama", ("diffllama",)),
-    "authors": Layout("the authors' layout (microsoft/unilm)", "authors"),
-    "authors-v2": Layout("the authors' layout of the second version (microsoft/unilm)", "authors_v2"),
     "motif": Layout("Motif-2.6B or Motif-2-12.7B", "motif", ("motif",)),
-    "phi4flash": Layout("Phi-4-mini-flash (SambaY)", "phi4flash", ("phi4flash",), writable=False),
 }
 
 # (--from, --to): "module:function" in this package. The function takes a configuration in this package's layout and the
@@ -59,14 +55,11 @@ def direct(origin: str, target: str) -> Callable | None:
 
 def targets() -> list[str]:
     """Names that ``--to`` takes."""
-    return [name for name, layout in LAYOUTS.items() if layout.writable] + sorted({to for _, to in DIRECT})
+    return [*LAYOUTS, *sorted({to for _, to in DIRECT})]
 
 
 # A layout matches if every pattern matches the end of some tensor's name; the first match wins.
 _TELLING = (
-    ("phi4flash", (r"inner_cross_attn\.lambda_q1", r"Wqkv\.weight")),
-    ("authors", (r"out_proj\.weight", r"lambda_q1")),
-    ("authors-v2", (r"o_proj\.weight", r"lambda_proj\.weight")),
     ("motif", (r"o_proj\.weight", r"self_attn\.lambda_q1", r"subln\.weight")),
     (OURS, (r"o_proj\.weight", r"self_attn\.core\.\S+")),
     ("diffllama", (r"o_proj\.weight", r"self_attn\.lambda_q1")),

@@ -69,18 +69,6 @@ def our_names(config: DiffTransformerConfig) -> Names:
     return without(OUR_NAMES, *absent)
 
 
-def plain_rope_theta(config: DiffTransformerConfig, target: str) -> float:
-    """The base of the rotary embedding.
-
-    Raises:
-        ValueError: if positions are scaled, which ``target`` cannot represent.
-    """
-    rope = config.rope_parameters or {}
-    if rope.get("rope_type", "default") != "default":
-        raise ValueError(f"{target} cannot hold this model: rope_parameters is {rope}, it has no scaled positions")
-    return rope.get("rope_theta", 10000.0)
-
-
 def refuse(config: DiffTransformerConfig, target: str, **held: tuple) -> None:
     """Check that each field named in ``held`` has one of the values that ``target`` can represent.
 

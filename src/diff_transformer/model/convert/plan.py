@@ -220,12 +220,6 @@ def halves_from_interleaved(weight: Tensor, head_dim: int) -> Tensor:
     return heads.transpose(1, 2).flatten(0, 2)
 
 
-def interleaved_from_halves(weight: Tensor, head_dim: int) -> Tensor:
-    """The inverse of ``halves_from_interleaved``."""
-    heads = weight.unflatten(0, (-1, 2, head_dim // 2))  # [heads, 2, d / 2, inputs]
-    return heads.transpose(1, 2).flatten(0, 2)
-
-
 def adjacent_from_split(weight: Tensor, head_dim: int) -> Tensor:
     """Make heads i and i + n/2, a pair in ``DiffLlama``, neighbours 2i and 2i + 1, a pair in this package."""
     heads = weight.unflatten(0, (2, -1, head_dim))  # [2, n / 2, d, inputs]
