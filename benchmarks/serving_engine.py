@@ -90,10 +90,8 @@ def both_orders() -> list[dict]:
 
 def throughput(options) -> list[dict]:
     """Rows for ``LOADS`` and ``REQUESTS``: our ``generate``, transformers' continuous batching, and vLLM."""
-    from transformers import GenerationConfig
+    from transformers import ContinuousBatchingConfig, GenerationConfig
     from vllm import LLM, SamplingParams
-
-    from diff_transformer.serving.server import batching
 
     dtype = getattr(torch, options.dtype)
     loads = {name: (n // 4, new // 4) for name, (n, new) in LOADS.items()} if options.quick else LOADS
@@ -122,10 +120,16 @@ def throughput(options) -> list[dict]:
             return out[:, ids.shape[1] :].tolist()
 
         def by_transformers(side: str, rows: list[list[int]], new: int) -> None:
-            """Continuous batching over transformers' paged cache, as `diff-transformer serve` has it."""
+            """Continuous batching over transformers' paged cache, with room for all requests at full length."""
             settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
             models[side].set_attn_implementation("sdpa")
-            models[side].generate_batch(rows, settings, batching(1024, len(rows)))
+            models[side].generate_batch(
+                rows,
+                settings,
+                ContinuousBatchingConfig(
+                    page_size=64, num_blocks=16 * len(rows), max_batch_tokens=512, max_requests_per_batch=len(rows)
+                ),
+            )
             models[side].set_attn_implementation("diff_auto")
 
         ways = {"vllm": by_vllm, "generate": by_generate, "transformers": by_transformers}

@@ -287,7 +287,7 @@ def test_what_several_processes_would_refuse_is_said_once(tmp_path):
     assert not (tmp_path / "x").exists()
 
 
-@pytest.mark.parametrize("command", [("report", "x", "--out", "y"), ("serve", "x")])
+@pytest.mark.parametrize("command", [("report", "x", "--out", "y")])
 def test_a_port_is_checked_before_anything_is_read(command):
     out = CliRunner().invoke(app, [*command, "--port", "99999"])
     assert out.exit_code == 2

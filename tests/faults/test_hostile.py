@@ -262,7 +262,7 @@ def test_texts(cli, tmp_path, reliability, kind):
     out, corpora = ["--out", tmp_path / "out"], ("/dev/zero", tmp_path / "pipe.txt", folder)
     lines = [["prepare", corpus, "--tokenizer", "bytes", *out] for corpus in corpora]
     lines += [["train", "--recipe", "debug", "--set", f"data.corpus={corpus}", *out] for corpus in corpora]
-    lines += [["generate", model, "a"], ["convert", model, *out], ["export", model, *out], ["serve", model]]
+    lines += [["generate", model, "a"], ["convert", model, *out], ["export", model, *out]]
     lines += [["eval", "needle", "--model", model, "--quick", *out], ["report", tmp_path / "pipe.txt", *out]]
     for line in lines:
         assert_words(cli(*line, limit=60), "")

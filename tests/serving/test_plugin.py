@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerConfig
-from diff_transformer.serving.vllm.checks import CheckedWeights
+from diff_transformer.serving.vllm.checks import CheckedWeights, check_parallel, check_version
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -60,3 +60,28 @@ def test_missing_tensors_of_quantised_weights_are_noticed(lost):
         else:
             with pytest.raises(ValueError, match=f"lacks 1 of the model's 3 tensors: {lost}"):
                 checked.require_all()
+
+
+@pytest.mark.parametrize("version", [(0, 32, 0), (0, 1, "dev123+g12345"), (0, 40, 0)])
+def test_a_version_of_vllm_that_may_work(version, caplog):
+    check_version(version)
+    assert bool(caplog.records) is (version != (0, 32, 0))  # a warning
+
+
+def test_a_version_of_vllm_that_is_too_old():
+    with pytest.raises(RuntimeError, match=r"needs vLLM 0.32 or newer.*pip install 'vllm>=0.32'"):
+        check_version((0, 20, 1))
+
+
+@pytest.mark.parametrize(
+    ("attention", "ranks", "fit"),
+    [("diff", 3, "1, 2, 4"), ("diff_v2", 16, "1, 2, 4, 8"), ("grouped_diff", 2, "1")],
+)
+def test_a_refused_tensor_parallel_size_names_those_that_fit(attention, ranks, fit):
+    heads = {"grouped_diff": (8, 2)}.get(attention, (8, 4))
+    sizes = {"num_attention_heads": heads[0], "num_key_value_heads": heads[1]}
+    config = DiffTransformerConfig(vocab_size=64, hidden_size=64, num_hidden_layers=2, attention=attention, **sizes)
+    with pytest.raises(ValueError, match=f"sizes that fit: {fit}$"):
+        check_parallel(config, ranks)
+    for size in map(int, fit.split(", ")):
+        check_parallel(config, size)

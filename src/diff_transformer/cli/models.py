@@ -5,7 +5,6 @@ from typing import Annotated, Any
 
 import typer
 
-from diff_transformer.checks import LAST_PORT
 from diff_transformer.cli.app import Out, app, bytes_done, computing, quiet
 
 
@@ -104,38 +103,19 @@ def export(
     print(f"model: {out}")
 
 
-@app.command()
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def serve(
+    options: typer.Context,
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
-    vllm_options: Annotated[
-        list[str] | None, typer.Argument(help="vLLM's own options, after --: -- --tensor-parallel-size 2")
-    ] = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; by default, this machine only.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=LAST_PORT, help="Port; 0 for any free port.")] = 8000,
-    name: Annotated[
-        str | None, typer.Option(help="The model's name for clients; by default, its folder's name.")
-    ] = None,
     engine: Annotated[
-        str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed and takes the model.")
+        str, typer.Option(help="vllm or transformers; auto: vLLM where it is installed, else transformers.")
     ] = "auto",
-    continuous_batching: Annotated[
-        bool, typer.Option("--continuous-batching", help="Batch requests over a paged cache; vLLM always does.")
-    ] = False,
-    requests_at_once: Annotated[
-        int | None, typer.Option(min=1, help="Most requests in a batch; 16, or vLLM's own, by default.")
-    ] = None,
-    attn_implementation: Annotated[
-        str | None, typer.Option(help="As in from_pretrained: sdpa, diff_auto, ...; not with vLLM.")
-    ] = None,
-    dtype: Annotated[str, typer.Option(help="auto (the checkpoint's), float32, bfloat16 or float16.")] = "auto",
-    device: Annotated[str, typer.Option(help="auto, cpu, cuda:0, ...; only auto with vLLM.")] = "auto",
 ):
-    """Answer OpenAI's clients (chat completions, completions, responses) until Ctrl-C."""
-    from diff_transformer.serving.engines import serve as run
+    """Serve OpenAI's API with vLLM or transformers until Ctrl-C; all further options are the engine's own.
+
+    diff-transformer serve FOLDER --port 9000 --tensor-parallel-size 2
+    """
+    from diff_transformer.serving.serve import serve as run
 
     quiet()
-    run(
-        model, vllm_options or (), engine=engine, host=host, port=port, name=name, dtype=dtype, device=device,
-        continuous_batching=continuous_batching, requests_at_once=requests_at_once,
-        attn_implementation=attn_implementation,
-    )  # fmt: skip
+    run(model, options.args, engine=engine)

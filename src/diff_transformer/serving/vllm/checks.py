@@ -28,10 +28,11 @@ def check_version(found: tuple) -> None:
     """Raise RuntimeError for a vLLM that is older than the plugin's interface; warn of one that is newer than tested.
 
     Args:
-        found: vLLM's version as numbers, ``(0, 32, 0)``. A build from source counts as the newest.
+        found: vLLM's version, ``(0, 32, 0)``. A build from source, ``(0, 1, "dev5")``, counts as the newest.
     """
     numbers = tuple(part for part in found[:2] if isinstance(part, int))
-    if (0, 0) < numbers < OLDEST:
+    from_source = any(isinstance(part, str) and "dev" in part for part in found)
+    if numbers and numbers < OLDEST and not from_source:
         raise RuntimeError(
             f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {_dotted(found)}; "
             f"pip install 'vllm>={TESTED}'"
@@ -87,12 +88,14 @@ def check_parallel(config, ranks: int) -> None:
         queries //= 2
     elif config.attention == "grouped_diff":
         queries = heads.queries - heads.outputs  # noise heads
-    fits = queries % ranks == 0 and (keys % ranks == 0 or (ranks % keys == 0 and config.attention != "grouped_diff"))
-    if not fits:
-        accepted = [n for n in range(1, ranks) if queries % n == 0 and keys % n == 0]
+    repeatable = config.attention != "grouped_diff"
+    accepted = [
+        n for n in range(1, queries + 1) if queries % n == 0 and (keys % n == 0 or (repeatable and n % keys == 0))
+    ]
+    if ranks not in accepted:
         raise ValueError(
             f"tensor_parallel_size is {ranks}, which does not divide {queries} heads with {keys} key/value heads of "
-            f"attention={config.attention!r}; smaller sizes that fit: {', '.join(map(str, accepted))}"
+            f"attention={config.attention!r}; sizes that fit: {', '.join(map(str, accepted))}"
         )
 
 

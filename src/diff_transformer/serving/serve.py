@@ -1,0 +1,81 @@
+"""``diff-transformer serve``: start vLLM with our plugin, or transformers' server, for one model."""
+
+import os
+import sys
+from collections.abc import Sequence
+from importlib.util import find_spec
+
+from diff_transformer.model.loading import model_path
+
+ENGINES = ("auto", "vllm", "transformers")
+
+
+def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> None:
+    """Serve a model to OpenAI's clients until Ctrl-C, at 127.0.0.1:8000 unless ``options`` say otherwise.
+
+    Args:
+        model: folder of a model with its tokenizer, or its name on the hub.
+        options: options of ``vllm serve`` or ``transformers serve``, passed on as they are.
+        engine: "vllm", "transformers", or "auto": vLLM where it is installed.
+
+    Raises:
+        FileNotFoundError: no model at this folder.
+        ValueError: an unknown engine.
+        RuntimeError: the engine is not installed.
+    """
+    if engine not in ENGINES:
+        raise ValueError(f"engine is {engine!r}; give {', '.join(ENGINES)}")
+    path = model_path(model)
+    if engine == "auto":
+        engine = "vllm" if find_spec("vllm") else "transformers"
+    if find_spec("vllm" if engine == "vllm" else "fastapi") is None:
+        extra = "vllm" if engine == "vllm" else "serving"
+        raise RuntimeError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
+    options = with_defaults(options)
+    announce(path, engine, options)
+    if engine == "vllm":  # it takes this process's place, so that signals reach it
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *options]
+        os.execv(sys.executable, command)
+    else:
+        serve_with_transformers(path, options)
+
+
+def with_defaults(options: Sequence[str]) -> list[str]:
+    """The options with ``--host 127.0.0.1`` and ``--port 8000`` where they name neither."""
+    defaults = {"--host": "127.0.0.1", "--port": "8000"}
+    named = {word.partition("=")[0] for word in options}
+    return [*options, *(word for name in defaults if name not in named for word in (name, defaults[name]))]
+
+
+def value_of(name: str, options: Sequence[str]) -> str:
+    """The value of an option, ``--name VALUE`` or ``--name=VALUE``; "" without one."""
+    for i, word in enumerate(options):
+        if word.startswith(f"{name}="):
+            return word.partition("=")[2]
+        if word == name and i + 1 < len(options):
+            return options[i + 1]
+    return ""
+
+
+def announce(path: str, engine: str, options: Sequence[str]) -> None:
+    """Print the address and a request to try."""
+    url = f"http://{value_of('--host', options)}:{value_of('--port', options)}/v1"
+    name = value_of("--served-model-name", options) or path
+    print(f"engine: {engine}; address: {url}; stop with Ctrl-C. When the model is loaded, try:")
+    print(
+        f"""curl {url}/completions -H 'Content-Type: application/json' """
+        f"""-d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 20}}'""",
+        flush=True,
+    )
+
+
+def serve_with_transformers(path: str, options: Sequence[str]) -> None:
+    """Run ``transformers serve`` in this process, where the models of this package are registered."""
+    import transformers
+    from transformers.cli.transformers import app
+
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
+
+    # The server looks up a model's class here, by its name in config.json.
+    setattr(transformers, DiffTransformerForCausalLM.__name__, DiffTransformerForCausalLM)
+    app(["serve", path, *options])
