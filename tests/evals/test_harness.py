@@ -212,27 +212,6 @@ def test_an_item_with_a_choice_that_the_model_cannot_read_is_skipped_and_counted
     assert {k: v for k, v in result.metrics.items() if k != "long_0shot_skipped"} == without.metrics
 
 
-def test_the_published_rows_of_piqa_boolq_and_winogrande_are_scored_as_the_harness_scores_its_own(tmp_path):
-    rows = {
-        "piqa": {"goal": "Boil water", "sol1": "use a kettle", "sol2": "use a comb", "label": 0},
-        "boolq": {"passage": "Snow is frozen.", "question": "is snow warm", "title": "Snow", "answer": False},
-        "winogrande": {"sentence": "The cup fell off the table as _ was light.", "option1": "the cup",
-                       "option2": "the table", "answer": "1"},
-    }  # fmt: skip
-    for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n" + json.dumps(row) + "\n")
-    likely = {
-        ("Question: Boil water\nAnswer:", " use a kettle"),
-        ("Snow is frozen.\nQuestion: is snow warm?\nAnswer:", " no"),
-        ("The cup fell off the table as the cup", " was light."),
-    }
-    taste = Taste(lambda context, continuation: 0.0 if (context, continuation) in likely else -9.0)
-    result = evaluate_harness(taste, load_multiple_choice(str(tmp_path)))
-    assert [row["score"] for row in result.rows] == [1.0] * 6
-    assert likely <= set(taste.seen)
-    assert len(set(taste.seen)) == 6
-
-
 HUB_ROWS = {
     "allenai/ai2_arc": {
         "id": "a1", "question": "Which is hot?", "choices": {"text": ["ice", "fire"], "label": ["A", "B"]},
@@ -285,6 +264,57 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
     )
 
 
+def published(name: str, row: dict) -> dict:
+    """A row of ARC or OpenBookQA as it is published; other sets are published with the columns of the hub."""
+    if "choices" not in row:
+        return {**row, **({"answer": bool(row["label"])} if name == "boolq" else {})}
+    choices = [{"text": text, "label": label} for text, label in zip(*row["choices"].values(), strict=True)]
+    stem = row.get("question_stem", row.get("question"))
+    return {"id": row["id"], "question": {"stem": stem, "choices": choices}, "answerKey": row["answerKey"]}
+
+
+@pytest.mark.parametrize("form", [lambda name, row: row, published])
+def test_published_rows_in_files_are_asked_as_the_harness_asks_them(monkeypatch, tmp_path, form):
+    """To the letter: another question gives another score (EleutherAI/lm-evaluation-harness issue 2914)."""
+    import datasets
+
+    hub = {
+        "arc_easy": "allenai/ai2_arc", "boolq": "aps/super_glue", "hellaswag": "Rowan/hellaswag",
+        "openbookqa": "allenai/openbookqa", "piqa": "baber/piqa", "winogrande": "allenai/winogrande",
+    }  # fmt: skip
+    rows = {name: dict(HUB_ROWS[path]) for name, path in hub.items()}
+    rows["hellaswag"] |= {"activity_label": "Hair", "ctx_a": "[header] How to [title] Dye.  [step] Go.", "ctx_b": "he"}
+    rows["piqa"]["goal"] = "How do I do it? "
+    rows["boolq"] |= {"passage": " Snow is. ", "question": "is it?"}
+
+    def load(path, name=None, **_):
+        part = next(rows[task] for task, of in hub.items() if of == path)
+        return datasets.DatasetDict(dict.fromkeys(("train", "validation", "test"), datasets.Dataset.from_list([part])))
+
+    monkeypatch.setattr("datasets.load_dataset", load)
+    theirs, ours = (Taste(lambda context, continuation: -len(continuation)) for _ in range(2))
+    expected = evaluate_harness(theirs, {name: (lambda name=name: harness.harness_task(name)) for name in hub})
+    for name, row in rows.items():
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(form(name, row)) + "\n")
+    result = evaluate_harness(ours, load_multiple_choice(str(tmp_path)))
+    assert ours.seen == theirs.seen
+    assert result.metrics == expected.metrics
+
+
+def test_parts_without_answers_are_not_scored(tmp_path):
+    row = HUB_ROWS["Rowan/hellaswag"]
+    for part, label in (("train", 0), ("val", "0"), ("test", "")):
+        (tmp_path / f"hellaswag_{part}.jsonl").write_text(json.dumps({**row, "label": label, "ctx_a": part}) + "\n")
+    (one,) = load_multiple_choice(str(tmp_path)).values()
+    assert ([item["ctx_a"] for item in one.items], [item["ctx_a"] for item in one.examples]) == (["val"], ["train"])
+    (tmp_path / "parts").mkdir()
+    for part in ("train", "dev", "test"):
+        row = published("openbookqa", HUB_ROWS["allenai/openbookqa"])
+        (tmp_path / "parts" / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
+    (one,) = load_multiple_choice(str(tmp_path / "parts"))
+    assert one == "parts"
+
+
 def test_without_a_network_the_message_says_what_to_do(monkeypatch):
     def fails(*args, **options):
         raise ConnectionError("no route to the hub")
@@ -334,7 +364,6 @@ def write_tasks(folder):
         for n, answer in enumerate([1, "yes", "B", "1", "a"])
     ]
     (folder / "simple.json").write_text(json.dumps(simple, indent=1))
-    (folder / "six.txt").write_text("He sits. he\n2\nflies.\nswims.\nrests.\nis a chair.\n")
     (folder / "notes.md").write_text("not a task")
 
 
@@ -348,19 +377,12 @@ def test_two_files_of_one_part_are_refused(tmp_path):
 def test_local_files_in_every_format(tmp_path):
     write_tasks(tmp_path)
     tasks = load_multiple_choice(str(tmp_path))
-    assert sorted(tasks) == ["Mini", "hellaswag_mini", "simple", "six"]
-    assert tasks["Mini"].items == [
-        MultipleChoiceItem("Hot?", ("ice", "fire"), 1),
-        MultipleChoiceItem("Wet?", ("sea", "sand"), 0),
-    ]
-    assert [item.question for item in tasks["Mini"].examples] == ["Damp?"]
-    assert tasks["hellaswag_mini"].items == [
-        MultipleChoiceItem("Tea: She fills a cup. she", ("drinks.", "flies."), 0, completion=True)
-    ]
+    assert sorted(tasks) == ["Mini", "hellaswag_mini", "simple"]
+    assert tasks["Mini"].task == "arc_easy"
+    assert [row["question"] for row in tasks["Mini"].items] == ["Hot?", "Wet?"]
+    assert [row["question"] for row in tasks["Mini"].examples] == ["Damp?"]
+    assert tasks["hellaswag_mini"].task == "hellaswag"
     assert [item.answer for item in tasks["simple"].items] == [1, 1, 1, 1, 0]
-    assert tasks["six"].items == [
-        MultipleChoiceItem("He sits. he", ("flies.", "swims.", "rests.", "is a chair."), 2, completion=True)
-    ]
     alone = load_multiple_choice(str(tmp_path / "Mini-Test.jsonl"))
     assert list(alone) == ["Mini-Test"]
 
@@ -390,9 +412,6 @@ def test_files_that_are_no_tasks(tmp_path):
         load_multiple_choice(str(tmp_path / "nothing.jsonl"))
     with pytest.raises(ValueError, match="holds no file that is read"):
         load_multiple_choice(str(tmp_path))
-    (tmp_path / "odd.txt").write_text("one\ntwo\n")
-    with pytest.raises(ValueError, match="has 2 lines; tasks in text have six lines each"):
-        load_multiple_choice(str(tmp_path / "odd.txt"))
     (tmp_path / "odd.jsonl").write_text('{"a": 1}\n{"b"\n')
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         load_multiple_choice(str(tmp_path / "odd.jsonl"))

@@ -8,7 +8,7 @@ import torch
 from tiny_models import tiny_lm
 
 from diff_transformer.data.documents import Document
-from diff_transformer.data.tasks.multiple_choice import continuations_of, load_continuations
+from diff_transformer.data.tasks.continuations import continuations_of, load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
@@ -25,9 +25,9 @@ from diff_transformer.lab.evaluate import run_eval, settings_of
 
 KINDS = ("diff", "softmax", "llama", "gpt2", "diffllama")
 TASKS = [
-    MultipleChoiceItem("The cat sat on", ("the mat.", "a very long sentence of another kind.", "blue.", "it"), 0, True),
-    MultipleChoiceItem("One and one", ("are two.", "are three.", "are", "were a pair of shoes."), 1, True),
-    MultipleChoiceItem("Where the river bends", ("it slows.", "stones!", "we rest", "no one goes."), 2, True),
+    MultipleChoiceItem("The cat sat on", ("the mat.", "a very long sentence of another kind.", "blue.", "it"), 0),
+    MultipleChoiceItem("One and one", ("are two.", "are three.", "are", "were a pair of shoes."), 1),
+    MultipleChoiceItem("Where the river bends", ("it slows.", "stones!", "we rest", "no one goes."), 2),
 ]
 
 
@@ -199,7 +199,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
 
 def test_a_task_with_an_ending_that_the_model_cannot_read_is_skipped_and_counted():
     lm = make("gpt2")
-    long = MultipleChoiceItem("He said", ("y" * 200, "no.", "yes.", "so."), 0, True)
+    long = MultipleChoiceItem("He said", ("y" * 200, "no.", "yes.", "so."), 0)
     result = evaluate_quantization(lm, [TASKS[0], long, TASKS[1]], settings=Settings(bits=(16, 4)))
     assert result.metrics["skipped"] == 1
     rows = [row for row in result.rows if "skipped" in row]
@@ -225,7 +225,7 @@ def test_wrong_settings_are_refused():
 
 def test_a_context_too_long_loses_its_beginning_and_says_so():
     lm = make("gpt2")
-    task = MultipleChoiceItem("x" * 50 + "y" * 100, ("yes.", "no."), 0, True)
+    task = MultipleChoiceItem("x" * 50 + "y" * 100, ("yes.", "no."), 0)
     context, endings, cut = split_task(lm, task)
     assert bytes(context) == b"x" * 24 + b"y" * 100  # 124 + 5 - 1 = 128
     assert [bytes(tokens) for tokens in endings] == [b" yes.", b" no."]
@@ -234,7 +234,7 @@ def test_a_context_too_long_loses_its_beginning_and_says_so():
     assert result.metrics["truncated"] == 0.5
     assert [row["cut"] for row in result.rows] == [26, 0]
     with pytest.raises(ValueError, match="a choice has 130 tokens, more than the 128 positions"):
-        split_task(lm, MultipleChoiceItem("x", ("z" * 129,), 0, True))
+        split_task(lm, MultipleChoiceItem("x", ("z" * 129,), 0))
 
 
 def test_endings_that_change_the_context_s_last_token_are_scored_from_there():
@@ -254,7 +254,7 @@ def test_endings_that_change_the_context_s_last_token_are_scored_from_there():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("diff_transformer.evals.quantization.encode_all", encode_all)
         patch.setattr(CausalLM, "prefix", [])
-        context, endings, _ = split_task(lm, MultipleChoiceItem("xa", ("bc", "d"), 0, True))
+        context, endings, _ = split_task(lm, MultipleChoiceItem("xa", ("bc", "d"), 0))
     assert context == [ord("x")]
     assert endings == [[300, ord("c")], [ord("a"), ord(" "), ord("d")]]
 
@@ -280,7 +280,7 @@ def test_the_hub_is_asked_for_the_validation_part(monkeypatch):
         asked.append((name, split))
         return [{"ctx": f"context {i}", "activity_label": "A", "endings": ["x", "y"], "label": "1"} for i in range(9)]
 
-    monkeypatch.setattr("diff_transformer.data.tasks.multiple_choice.hub_rows", hub_rows)
+    monkeypatch.setattr("diff_transformer.data.tasks.continuations.hub_rows", hub_rows)
     items = load_continuations("hub:some/set", seed=1)
     assert asked == [("some/set", "validation")]
     assert len({item.question for item in items}) == 9

@@ -3,10 +3,12 @@
     Question: ...  Answer: ...      examples, for few-shot
     Question: ...  Answer:| choice  the choice with the highest log-likelihood, in total or per character
 
-``data="hub"`` runs the harness's own tasks, which it downloads. Files and "python" run offline through the same
-scoring. The paper's tables use ``acc_norm`` for HellaSwag and ``acc`` for the other six tasks. Of all combinations,
-only this one reproduces the printed means of StableLM-base-alpha-3B-v2 (56.8) and OpenLLaMA-3B-v2 (57.5) from the
-published scores by task.
+``data="hub"`` runs the harness's own tasks, which it downloads. The harness asks published rows in local files as it
+asks those. Other questions in files, and those of "python", have the format of ARC.
+
+The paper's tables use ``acc_norm`` for HellaSwag and ``acc`` for the other six tasks. Of all combinations, only this
+one reproduces the printed means of StableLM-base-alpha-3B-v2 (56.8) and OpenLLaMA-3B-v2 (57.5) from the published
+scores by task.
 """
 
 import logging
@@ -14,14 +16,14 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
-from diff_transformer.data.tasks.types import MultipleChoiceSet
+from diff_transformer.data.tasks.types import MultipleChoiceSet, PublishedSet
 from diff_transformer.evals.lm import max_positions, settings_of_lm
 from diff_transformer.evals.prompts import asked_details, check_asking, worded
 from diff_transformer.evals.provenance import provenance
@@ -30,6 +32,9 @@ from diff_transformer.evals.types import Result
 
 PAPER_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "winogrande")  # of PAPER_TASKS in lm_eval
+# The column of the question in published sets that have one.
+_QUESTIONS = {"arc_easy": "question", "openbookqa": "question_stem", "piqa": "goal"}
+_LOCAL = (MultipleChoiceSet, PublishedSet)
 REQUESTS = 256  # per step of the progress bar
 METRICS = ("paper", "acc", "acc_norm")
 QUICK = {"data": "python", "samples": 40}
@@ -40,7 +45,7 @@ class Settings:
     """Tasks and scoring."""
 
     # "hub" (the harness's tasks, downloaded on first use), "python" (made from the running Python's documentation), a
-    # file of questions, or a folder of such files as they are published
+    # file of questions, or a folder of such files: rows of published sets, with the columns that they have on the hub
     data: str = "hub"
     # Names of the harness's tasks; by default the paper's seven. For a folder: the tasks to run, by default all.
     tasks: tuple = PAPER_TASKS
@@ -82,7 +87,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
 
 def evaluate_harness(
     lm,
-    tasks: Mapping[str, MultipleChoiceSet | Callable[[], Any]],
+    tasks: Mapping[str, MultipleChoiceSet | PublishedSet | Callable[[], Any]],
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
@@ -115,7 +120,7 @@ def evaluate_harness(
     with _quiet():
         model = harness_model(lm)
         for name, source in tasks.items():
-            task = local_task(name, source, wording) if isinstance(source, MultipleChoiceSet) else source()
+            task = local_task(name, source, wording) if isinstance(source, _LOCAL) else source()
             check_shots(name, source, shots)
             count = min(len(task.eval_docs), items or len(task.eval_docs), samples.limit or len(task.eval_docs))
 
@@ -200,7 +205,7 @@ def _row(model, name: str, task, sample: dict) -> dict:
         choices = [context[len(prompt) :] + continuation for context, continuation in arguments]
     gold = task.doc_to_text(sample["doc"]) if in_context else sample["target"]
     row = {
-        "task": name, "prompt": prompt, "choices": choices,
+        "task": name, "set": task.config.task, "prompt": prompt, "choices": choices,
         "expected": choices[gold] if isinstance(gold, int) and 0 <= gold < len(choices) else str(gold),
         "logprobs": [float(logprob) for logprob, _ in sample["filtered_resps"]],
         "lengths": [max(1, len(choice)) for choice in task.doc_to_choice(sample["doc"])],
@@ -214,7 +219,7 @@ def _row(model, name: str, task, sample: dict) -> dict:
 
 def _metric(row: dict, metric: str) -> str:
     if metric == "paper":
-        metric = "acc_norm" if row["task"].lower().startswith("hellaswag") else "acc"
+        metric = "acc_norm" if row["set"].lower().startswith("hellaswag") else "acc"
     return metric if metric in row else "acc"
 
 
@@ -288,47 +293,37 @@ def task_manager(of_the_paper: bool):
     return lm_eval.tasks.TaskManager()
 
 
-def local_task(name: str, tasks: MultipleChoiceSet, wording: str = ""):
-    """Our items as a task of the harness: questions in the format of ARC, or in a user's ``wording`` with {question};
-    completions in that of HellaSwag."""
-    words = wording or "Question: {question}\nAnswer:"
+def local_task(name: str, tasks: MultipleChoiceSet | PublishedSet, wording: str = ""):
+    """Local questions as a task of the harness: of a published set the harness's own task, of others one in the format
+    of ARC. A user's ``wording`` with {question} is for sets with questions."""
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
-    def split(part) -> datasets.Dataset:
-        return datasets.Dataset.from_list([
-            {
-                "text": item.question if item.completion else worded(words, question=item.question),
-                "choices": list(item.choices), "answer": item.answer, "ending": item.ending,
-            }
-            for item in part
-        ])  # fmt: skip
-
-    def load(**_: object) -> dict[str, datasets.Dataset]:
-        parts = {"test": split(tasks.items)}
-        return {**parts, "train": split(tasks.examples)} if tasks.examples else parts
-
-    config = {
-        "task": name, "custom_dataset": load, "output_type": "multiple_choice", "test_split": "test",
-        "fewshot_split": "train" if tasks.examples else "test", "num_fewshot": 0,
-        "doc_to_text": lambda doc: doc["answer"] if doc["ending"] else doc["text"],
-        "doc_to_choice": lambda doc: _contexts(doc) if doc["ending"] else doc["choices"],
-        "doc_to_target": lambda doc: doc["ending"] or doc["answer"],
-        "metric_list": [
-            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
-        ],
+    if isinstance(tasks, PublishedSet):
+        parts, column = (tasks.items, tasks.examples), _QUESTIONS.get(tasks.task)
+    else:
+        parts, column = [[asdict(item) for item in part] for part in (tasks.items, tasks.examples)], "question"
+    splits = {split: datasets.Dataset.from_list(part) for split, part in zip(("test", "train"), parts, strict=True)}
+    config: dict[str, Any] = {
+        "custom_dataset": lambda **_: splits, "test_split": "test", "validation_split": None, "num_fewshot": 0,
+        "training_split": "train" if parts[1] else None, "fewshot_split": "train" if parts[1] else "test",
     }  # fmt: skip
-    return ConfigurableTask(config=config)
-
-
-def _contexts(doc: dict) -> list[str]:
-    """The text up to and including each choice, for items with a shared ending (WinoGrande)."""
-    return [f"{doc['text']} {choice}" for choice in doc["choices"]]
+    words = wording or ("" if isinstance(tasks, PublishedSet) else "Question: {question}\nAnswer:")
+    if words and column:
+        config["doc_to_text"] = lambda doc: worded(words, question=doc[column])
+    if isinstance(tasks, PublishedSet):
+        group = {"group": "local", "task": [{"task": tasks.task, **config}]}
+        return task_manager(True).load(group)["tasks"][tasks.task]
+    metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
+    return ConfigurableTask(config=config | {
+        "task": name, "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+        "metric_list": metrics,
+    })  # fmt: skip
 
 
 def check_shots(name: str, source: object, shots: int) -> None:
-    """Raise ValueError if one of our tasks has fewer examples than ``shots``."""
-    if isinstance(source, MultipleChoiceSet):
+    """Raise ValueError if a local task has fewer examples than ``shots``."""
+    if isinstance(source, _LOCAL):
         there = len(source.examples) or len(source.items) - 1
         if shots > there:
             raise ValueError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")

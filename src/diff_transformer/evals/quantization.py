@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.tasks.multiple_choice import load_continuations
+from diff_transformer.data.tasks.continuations import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
@@ -213,10 +213,8 @@ def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[
 
     Raises:
         TooLong: if an ending alone is too long for the model.
-        ValueError: for an item with a shared ending (WinoGrande), or without a token before its endings.
+        ValueError: for an item without a token before its endings.
     """
-    if task.ending:
-        raise ValueError(f"the choices of {task.question[:60]!r} are not endings; give continuations, as HellaSwag's")
     texts = [task.question, *(f"{task.question} {choice}" for choice in task.choices)]
     context, *wholes = [lm.prefix + ids.tolist() for ids in encode_all(lm.tokenizer, texts)]
     shared = min(common_prefix([context, *wholes]), min(map(len, wholes)) - 1)

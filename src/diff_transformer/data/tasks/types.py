@@ -26,8 +26,6 @@ class MultipleChoiceItem:
     question: str
     choices: tuple[str, ...]
     answer: int  # index of the right choice
-    completion: bool = False  # whether the question is the beginning of a text
-    ending: str = ""  # text that follows every choice and is scored in its place (WinoGrande)
 
 
 @dataclass(frozen=True)
@@ -37,6 +35,15 @@ class MultipleChoiceSet:
     items: list[MultipleChoiceItem]  # to score
     # few-shot examples; if there are none, the other items serve as examples
     examples: list[MultipleChoiceItem] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class PublishedSet:
+    """Rows of a published set, with the columns that it has on the hub."""
+
+    task: str  # of lm-evaluation-harness
+    items: list[dict]  # to score
+    examples: list[dict] = field(default_factory=list)  # as of ``MultipleChoiceSet``
 
 
 @dataclass(frozen=True)

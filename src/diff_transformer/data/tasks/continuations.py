@@ -1,0 +1,140 @@
+"""Texts with four endings, of which one is right: HellaSwag, or made from the running Python's documentation.
+
+The names of the module are exported. A name that begins with an underscore is not.     context
+It can still be imported by its full name.                                              right ending
+The default is to close the file. | Each call returns a new list. | ...                 from other texts
+"""
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Document
+from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tasks.files import as_rows, read_records, read_text
+from diff_transformer.data.tasks.hub import hub_rows
+from diff_transformer.data.tasks.types import MultipleChoiceItem
+
+TEXT_SUFFIXES = (".txt", ".txt.bz2", ".txt.gz")
+CHOICES = 4
+CONTEXT_CHARACTERS = (40, 400)
+ENDING_CHARACTERS = (25, 110)
+_SENTENCE_END = re.compile(r"(?<=[a-z)`'\"]\.) +(?=[A-Z`'\"])")
+_PROSE = re.compile(r"[\w\s,.;:'\"()`*/-]+")
+
+
+def load_continuations(data: str, *, seed: int = 0) -> list[MultipleChoiceItem]:
+    """The tasks that ``data`` names: those of a file in its order, others in an order drawn by ``seed``.
+
+    Args:
+        data: "python" (made from the documentation that the corpus "python" holds out); a file of HellaSwag, as JSON
+            lines or as text of six lines a task, plain or compressed; or "hub:NAME", such as "hub:Rowan/hellaswag".
+
+    Raises:
+        FileNotFoundError: for a path that does not exist.
+        ValueError: for another format, or a set on the hub that cannot be downloaded.
+    """
+    if data == "python":
+        return continuations_of(load_corpus("python").validation, seed=seed)
+    if data.startswith("hub:"):
+        name = data.removeprefix("hub:")
+        items = _items(hub_rows(name, split="validation"), name)
+        return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
+    if not Path(data).is_file():
+        raise FileNotFoundError(f"no file at {data!r}; give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag")
+    path = Path(data)
+    if path.name.lower().endswith(TEXT_SUFFIXES):
+        return _six_lines(path)
+    return _items(as_rows(read_records(path), path), data)
+
+
+def _items(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
+    items = []
+    for number, row in enumerate(rows):
+        try:
+            context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else row["ctx"]
+            items.append(_item(context, row["endings"], int(row["label"])))
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"row {number} of {source} is not one of HellaSwag, {{ctx, endings, label}} ({error!r})"
+            ) from None
+    return items
+
+
+def _item(context: str, endings: list[str], label: int) -> MultipleChoiceItem:
+    if not 0 <= label < len(endings):
+        raise ValueError(f"the answer {label} is not a place among {len(endings)} choices")
+    return MultipleChoiceItem(_clean(context), tuple(map(_clean, endings)), label)
+
+
+def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[MultipleChoiceItem]:
+    """A task for each paragraph of prose in ``documents`` with at least two sentences.
+
+    The last sentence is the right ending; the wrong ones are the last sentences of paragraphs in other documents.
+    Documents named code/... have no prose.
+
+    Raises:
+        ValueError: if fewer than four documents have such a paragraph.
+    """
+    found = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
+    found = list({ending: (name, context, ending) for name, context, ending in found}.values())
+    if len({name for name, _, _ in found}) < CHOICES:
+        raise ValueError(f"{len(documents)} documents hold too few paragraphs for tasks; give a file of HellaSwag")
+    items = []
+    for index, (name, context, ending) in enumerate(found):
+        rng = evaluation_rng(seed, "continuation", index)
+        choices = [ending, *_others(rng, found, name)]
+        order = [int(i) for i in rng.permutation(CHOICES)]
+        right = order.index(0)
+        items.append(MultipleChoiceItem(context, tuple(choices[i] for i in order), right))
+    return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
+
+
+def _others(rng: np.random.Generator, found: list[tuple[str, str, str]], name: str) -> list[str]:
+    """Three endings from three other documents."""
+    taken: dict[str, str] = {}
+    while len(taken) < CHOICES - 1:
+        other, _, ending = found[rng.integers(len(found))]
+        if other != name:
+            taken.setdefault(other, ending)
+    return list(taken.values())
+
+
+def _paragraphs(text: str) -> list[tuple[str, str]]:
+    """(context, last sentence) of each paragraph of prose; the context is as many sentences before it as fit."""
+    split = []
+    for paragraph in text.split("\n\n"):
+        *sentences, ending = _SENTENCE_END.split(" ".join(paragraph.split()))
+        while len(" ".join(sentences)) > CONTEXT_CHARACTERS[1]:
+            sentences.pop(0)
+        context = " ".join(sentences)
+        sizes = ((context, CONTEXT_CHARACTERS), (ending, ENDING_CHARACTERS))
+        fits = all(low <= len(part) <= high for part, (low, high) in sizes)
+        if fits and ending.endswith(".") and _PROSE.fullmatch(context + ending):
+            split.append((context, ending))
+    return split
+
+
+def _clean(text: str) -> str:
+    """HellaSwag's WikiHow texts without markup: "[title]" becomes the end of a sentence, other brackets are removed."""
+    text = re.sub(r"\s*\[(?:title|header)\]\s*", ". ", text.strip())
+    text = re.sub(r"\[[^\]]*\]", "", text)
+    return re.sub(r"\s{2,}", " ", text).strip().removeprefix(". ")
+
+
+def _six_lines(path: Path) -> list[MultipleChoiceItem]:
+    lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
+    while lines and not lines[-1].strip():
+        lines.pop()
+    if not lines or len(lines) % 6:
+        raise ValueError(f"{path} has {len(lines)} lines; tasks in text have six lines each")
+    items = []
+    for start in range(0, len(lines), 6):
+        context, answer, *endings = lines[start : start + 6]
+        if not answer.strip().isdigit():
+            raise ValueError(f"line {start + 2} of {path} is {answer[:40]!r}; it should be the right ending's number")
+        items.append(_item(context, endings, int(answer)))
+    return items
