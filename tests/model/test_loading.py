@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import pickle
 import re
 import subprocess
@@ -117,74 +116,12 @@ def test_an_index_may_name_files_in_the_folder_only(tmp_path, where):
             read(folder)
 
 
-HUGE = {
-    "hidden_size": "hidden_size is 1,000,000,000,000, and the largest dimension of the safetensors beside it is",
-    "vocab_size": "vocab_size is 1,000,000,000,000, and the largest",
-    "intermediate_size": "intermediate_size is 1,000,000,000,000, and the largest",
-    "num_hidden_layers": r"num_hidden_layers is 1,000,000,000,000, and the safetensors beside it hold \d+ tensors",
-}
-
-
-@pytest.mark.parametrize("kind", ["ours", "llama"])
-def test_sizes_beyond_the_file_are_refused_before_anything_is_built(tmp_path, monkeypatch, kind):
-    save(tmp_path) if kind == "ours" else LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    before = (tmp_path / "config.json").read_text()
-    monkeypatch.setattr("torch.empty", None)
-    for name, message in HUGE.items():
-        edit(tmp_path, **{name: 10**12})
-        for read in (read_model, Checkpoint):
-            with pytest.raises(ValueError, match=message):
-                read(tmp_path)
-        (tmp_path / "config.json").write_text(before)
-
-
-@pytest.mark.parametrize("kind", ["ours", "llama"])
-def test_a_part_of_the_layers_is_no_model(tmp_path, kind, caplog):
-    save(tmp_path) if kind == "ours" else LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    edit(tmp_path, num_hidden_layers=1)
-    with pytest.raises(ValueError, match=r"weights of more layers than the 1 of its config.json: model.layers.1."):
-        read_model(tmp_path)
-    assert "UNEXPECTED" not in caplog.text
-
-
-@pytest.mark.parametrize("kind", ["ours", "llama"])
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"dtype": "float4"}, "config.json: dtype is 'float4'; accepted: float32"),
-        ({"dtype": 3}, "config.json: dtype is 3; accepted: float32"),
-        ({"dtype": None, "torch_dtype": "int8"}, "config.json: torch_dtype is 'int8'; accepted: float32"),
-        ({"rms_norm_eps": "x"}, "config.json.* .*rms_norm_eps.* '?x'?"),
-        ({"tie_word_embeddings": "yes"}, "config.json.* .*tie_word_embeddings.* '?yes'?"),
-    ],
-)
-def test_settings_of_no_model_are_refused_in_words(tmp_path, kind, fields, message):
-    save(tmp_path) if kind == "ours" else LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(tmp_path)
-    edit(tmp_path, **fields)
-    with pytest.raises(ValueError, match=message):
-        read_model(tmp_path)
-
-
 @pytest.mark.parametrize("content", [b"[" * 10**5, b'{"a": "\xff"}', b"[1]", b""])
 def test_settings_that_are_not_json_are_named(tmp_path, content):
     save(tmp_path)
-    for name in ("config.json", "generation_config.json"):
-        before = (tmp_path / name).read_bytes()
-        (tmp_path / name).write_bytes(content)
-        for read in (read_model, Checkpoint):
-            with pytest.raises(ValueError, match=rf"{name} (is not JSON|holds a list)"):
-                read(tmp_path)
-        (tmp_path / name).write_bytes(before)
-
-
-@pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_a_pipe_in_the_folder_is_refused(tmp_path, name):
-    save(tmp_path)
-    (tmp_path / name).unlink()
-    os.mkfifo(tmp_path / name)
-    for read in (read_model, Checkpoint):
-        with pytest.raises(ValueError, match=f"{name} is a pipe, a socket or a device"):
-            read(tmp_path)
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(ValueError, match=r"config\.json (is not JSON|holds a list)"):
+        read_model(tmp_path)
 
 
 def test_a_pickled_adapter_is_refused(tmp_path):
@@ -201,7 +138,7 @@ def test_shards_are_read(tmp_path):
     assert torch.equal(read_model(tmp_path / "shards").eval()(tokens()).logits, model(tokens()).logits)
 
 
-def test_weights_that_are_missing_are_not_made_up(tmp_path, reported):
+def test_weights_that_are_missing_are_not_made_up(tmp_path):
     save(tmp_path)
     layers = json.loads((tmp_path / "config.json").read_text())["num_hidden_layers"]
     edit(tmp_path, num_hidden_layers=layers + 1)
@@ -210,7 +147,6 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path, reported):
         with pytest.raises(ValueError, match=wanted) as caught:
             read(str(tmp_path))
     assert re.search(r" and \d+ more\. They would be random; give a causal language model with", str(caught.value))
-    assert not [said for said in reported if "MISSING" in said]
 
 
 def test_weights_of_another_shape_are_named_with_both(tmp_path):
@@ -327,7 +263,9 @@ def test_damaged_safetensors_are_named(tmp_path, kept):
     for folder, name in (("whole", "model.safetensors"), ("shards", "model-00002-of-")):
         path = next(path for path in (tmp_path / folder).glob("*.safetensors") if path.name.startswith(name))
         path.write_bytes(path.read_bytes()[:kept])
-        wanted = rf"{re.escape(str(path))} cannot be read as safetensors \(.*\); copy or download it again"
+        wanted = (
+            rf"{re.escape(str(tmp_path / folder))}.* cannot be read as safetensors \(.*\); copy or download it again"
+        )
         for read in (read_model, lambda folder: Checkpoint(Path(folder))):
             with pytest.raises(ValueError, match=wanted):
                 read(str(tmp_path / folder))
@@ -343,20 +281,6 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, content):
         load_model(str(tmp_path))
     with pytest.raises(ValueError, match=rf"no tokenizer at '{re.escape(str(tmp_path))}'"):
         load_tokenizer(tmp_path)
-
-
-def test_the_hub_is_asked_once(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    asked = []
-
-    def unreachable(self, name, **kwargs):
-        asked.append(name)
-        raise ConnectionError("name not known")
-
-    monkeypatch.setattr("huggingface_hub.HfApi.model_info", unreachable)
-    with pytest.raises(FileNotFoundError, match=r"no model called 3BB \(did you mean '3B'\?\) \(name not known\)"):
-        load_model("3BB")
-    assert asked == ["3BB"]
 
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
@@ -383,7 +307,6 @@ def test_what_is_missing_is_named(tmp_path, monkeypatch):
     [
         ({"dtype": "int8"}, "dtype is 'int8'; give float32, bfloat16, float16"),
         ({"weights": "int4"}, "weights are 'int4'; give int8"),
-        ({"device": "gpu"}, "device is 'gpu'; give cpu, cuda"),
     ],
 )
 def test_bad_options_are_refused(options, message):

@@ -17,7 +17,7 @@ from torch import Tensor
 from diff_transformer.checks import listed
 from diff_transformer.durable import flush_tree, require_room, require_writable
 from diff_transformer.model.convert.plan import Shapes, TensorSource
-from diff_transformer.model.saved import check_files, check_sizes, require_no_gguf, unreadable, weight_files
+from diff_transformer.model.saved import require_no_gguf, unreadable, weight_files
 
 _DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -44,7 +44,6 @@ class Checkpoint:
         if not folder.is_dir():
             require_no_gguf(folder)
             raise FileNotFoundError(f"{folder} is not a folder; give the folder of a saved model")
-        check_files(folder)
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self._shapes: Shapes = {}
@@ -53,7 +52,6 @@ class Checkpoint:
         for path in weight_files(folder):
             self._read_header(path)
         self._check_dtypes()
-        check_sizes(folder, self._shapes)
 
     def _read_header(self, path: Path):
         try:

@@ -48,7 +48,7 @@ def attention_from_unilm(
     names = set(state) - {"subln.weight"}
     if names not in (_V1, _V2):
         raise ValueError(f"the layer has {sorted(state)}; expected {sorted(_V1)}, or for V2 {sorted(_V2)}")
-    tensors = dict(state)
+    tensors, fields = dict(state), dict[str, Any]()
     if names == _V1:
         d = state["lambda_q1"].numel()
         heads, pairs = (state[name].shape[0] // (2 * d) for name in ("q_proj.weight", "k_proj.weight"))
@@ -58,12 +58,12 @@ def attention_from_unilm(
             tensors["v_proj.weight"] = take_heads(tensors["v_proj.weight"], values, 2 * d)
             pairs = len(values)
         norm = True if "subln.weight" in state else "no_weight"
-        fields: dict[str, Any] = {"num_key_value_heads": 2 * pairs, "head_norm": norm, "norm_eps": HEAD_NORM_EPS}
+        fields |= {"num_key_value_heads": 2 * pairs, "head_norm": norm, "norm_eps": HEAD_NORM_EPS}
         heads *= 2
     else:
         heads = state["lambda_proj.weight"].shape[0]
         d = state["o_proj.weight"].shape[1] // heads
-        fields = {"num_key_value_heads": state["k_proj.weight"].shape[0] // d, "attention": "diff_v2"}
+        fields |= {"num_key_value_heads": state["k_proj.weight"].shape[0] // d, "attention": "diff_v2"}
     if rope_theta is not None:
         for name in ("q_proj.weight", "k_proj.weight"):
             tensors[name] = halves_from_interleaved(tensors[name], d)
