@@ -90,12 +90,10 @@ def test_prompts_that_are_not_utf_8_are_named(run, model, tmp_path):
         run(["generate", model, "--prompts", str(tmp_path / "latin.txt")])
 
 
-def test_dtype_and_weights(run, model):
-    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
-    for options in (["--dtype", "bfloat16"], ["--weights", "int8"], ["--dtype", "bfloat16", "--weights", "int8"]):
-        out = run(["generate", model, "hello", "--max-new-tokens", "4", *options])
-        assert out.exit_code == 0
-        assert out.stdout.startswith("hello")
+def test_dtype(run, model):
+    out = run(["generate", model, "hello", "--max-new-tokens", "4", "--dtype", "bfloat16"])
+    assert out.exit_code == 0
+    assert out.stdout.startswith("hello")
 
 
 def test_a_preset_says_that_it_is_untrained(run):
@@ -113,7 +111,6 @@ def test_a_preset_says_that_it_is_untrained(run):
         (["hello", "--temperature", "-1"], ValueError, "temperature is -1.0"),
         (["hello", "--seed", "1"], ValueError, "give a temperature above 0"),
         (["hello", "--dtype", "half"], ValueError, "dtype is 'half'; give float32"),
-        (["hello", "--weights", "int4"], ValueError, "weights are 'int4'; give int8"),
         (["hello", "--assistant", "/nowhere/m"], FileNotFoundError, "no model at /nowhere/m"),
         (["hello", "--assistant", "demo"], ValueError, "the assistant has 2048 tokens and the model 512"),
         (["hello", "--compile", "--lookup", "2"], ValueError, "leave one of them out"),

@@ -31,7 +31,6 @@ def folder(tmp_path, monkeypatch):
 
 def test_every_block_runs(folder):
     pytest.importorskip("peft", reason="the extra `inference` is not installed")
-    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
     assert {kind for kind, _ in BLOCKS} == {"sh", "python"}
     for kind, code in BLOCKS:
         if kind == "python":
@@ -43,5 +42,4 @@ def test_every_block_runs(folder):
             done = CliRunner().invoke(app, shlex.split(line)[1:], input=text, catch_exceptions=False)
             assert done.exit_code == 0, line
             assert done.stdout, line
-    assert {path.suffix for path in (folder / "model-int8").iterdir()} == {".safetensors", ".json", ".md"}
     assert (folder / "exported" / "modeling_diff_transformer.py").exists()

@@ -438,7 +438,7 @@ def test_adapters_resume_as_if_never_stopped(config, trained, tmp_path):
     assert all(torch.equal(again[name], value) for name, value in whole.items())
 
 
-@pytest.mark.parametrize("wrong", ["train.float8=true", "train.parallel.strategy=fsdp", "train.parallel.replicas=2"])
+@pytest.mark.parametrize("wrong", ["train.parallel.strategy=fsdp", "train.parallel.replicas=2"])
 def test_adapters_where_they_do_not_work_are_refused(config, wrong):
     with pytest.raises(ValueError, match=r"train.weights is .lora., which trains with one process or strategy 'ddp'"):
         override(config, ["train.weights=lora", wrong]).validate()

@@ -5,7 +5,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from processes import SECONDS, STRATEGIES, assert_near_in_float8, assert_same_training, job, logged, run_together
+from processes import SECONDS, STRATEGIES, assert_same_training, job, logged, run_together
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.lab.recipes import recipe
@@ -194,44 +194,3 @@ def test_mixed_precision_and_compilation_over_processes(base, tmp_path):
         )
     for name in ("compiled", "compiled replicas", "compiled, selective"):
         assert logged(tmp_path / name, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), abs=1e-4)
-
-
-@pytest.mark.slow
-def test_float8_over_processes(base, tmp_path):
-    """Against one process that takes the rows in the same two passes: equal, with scales of whole weights when sharded.
-
-    Where products are summed in another order, equal in the first step. After it, roundings to float8 turn the other
-    way wherever a number is near a tie, and losses stay within what float8 rounds.
-    """
-    pytest.importorskip("torchao", reason="the extra `inference` is not installed")
-    float8, passes = [*base, "train.float8=true"], "train.accumulate=2"
-    full, selective = (f"train.activation_checkpointing={what}" for what in ("full", "selective"))
-    run_alone(tmp_path / "exact", base)
-    run_alone(tmp_path / "one", [*float8, passes])
-    run_alone(tmp_path / "begun alone", [*float8, passes], stop_at=10)
-    fsdp, compiled = [*float8, *STRATEGIES["fsdp"]], [*float8, "train.compile=true"]
-    jobs = [
-        job(tmp_path / "ddp", [*float8, *STRATEGIES["ddp"]]),
-        job(tmp_path / "fsdp", [*fsdp, full]),
-        job(tmp_path / "hsdp", [*float8, *STRATEGIES["hsdp"], selective]),
-        job(tmp_path / "begun alone", fsdp, resume=True),
-        job(tmp_path / "begun by two", [*fsdp, *IN_PARTS], interrupt=[1, 10]),
-        job(tmp_path / "context", [*float8, *STRATEGIES["context"]]),
-        job(tmp_path / "low", [*fsdp, "train.precision=bf16-mixed"]),
-        job(tmp_path / "compiled", [*compiled, *STRATEGIES["hsdp"]]),
-        job(tmp_path / "compiled, full", [*compiled, *STRATEGIES["fsdp"], full]),
-        job(tmp_path / "compiled, selective", [*compiled, *STRATEGIES["fsdp"], selective]),
-    ]
-    raised, _, printed = run_together(tmp_path, jobs)
-    for of_rank in raised:
-        assert [text and text[:11] for text in of_rank] == [*[None] * 4, "Interrupted", *[None] * 5], printed
-    run_alone(tmp_path / "begun by two", [*float8, passes], resume=True)
-    for name in ("ddp", "fsdp", "hsdp", "begun alone", "begun by two"):
-        assert_same_training(tmp_path / name, tmp_path / "one")
-        AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
-    for name in ("context", "compiled", "compiled, full", "compiled, selective"):
-        for value in ("loss", "grad_norm"):
-            found, expected = (logged(tmp_path / folder, value)[0] for folder in (name, "one"))
-            assert found == pytest.approx(expected, abs=1e-5), (name, value)
-    for name in ("one", "low", "context", "compiled", "compiled, full", "compiled, selective"):
-        assert_near_in_float8(tmp_path / name, tmp_path / "exact")

@@ -112,15 +112,10 @@ def step_bars(**options):
 
 
 def quiet():
-    """Silence the progress bars and warnings of libraries."""
-    import logging
-
+    """Silence the progress bars of transformers."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_progress_bar()
-    # transformers imports torchao if it is installed, and torchao warns of every kernel for another machine.
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def computing():

@@ -21,14 +21,13 @@ def run_generate(
     batch_size: int = 8,
     device: str | None = None,
     dtype: str | None = None,
-    weights: str | None = None,
     assistant: str | None = None,
     write: Callable[[str], object] | None = None,
 ) -> None:
     """Write the prompt and stream its continuation; or write one line of JSON for each prompt of a file.
 
     Args:
-        model, assistant, device, dtype, weights: as in ``load_model``; the assistant's weights are used as saved.
+        model, assistant, device, dtype: as in ``load_model``.
         prompt: the text itself, or "-" for standard input.
         prompts_file: one prompt a line; each gives a line ``{"prompt": ..., "text": ...}``.
         batch_size: prompts of the file in one batch.
@@ -46,7 +45,7 @@ def run_generate(
     for name in (model, assistant):
         if name in PRESETS and not Path(name).exists():
             print(f"{name} is a preset: an untrained model over bytes, whose text means nothing", file=sys.stderr)
-    loaded, tokenizer = load_model(model, device=device, dtype=dtype, weights=weights)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
     helper = None if assistant is None else load_model(assistant, device=device, dtype=dtype)[0]
     if settings.compiled:
         print("compiling the step of one token: up to a minute or two, once in a process", file=sys.stderr)

@@ -66,7 +66,6 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
-    weights: Annotated[str | None, typer.Option(help="int8: keep matrices in 8 bits (torchao).")] = None,
     assistant: Annotated[str | None, typer.Option(help="Smaller model for speculative decoding; same text.")] = None,
     lookup: Annotated[int | None, typer.Option(help="Tokens to guess ahead from the prompt itself.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
@@ -80,7 +79,7 @@ def generate(
     settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
     run_generate(
         model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
-        weights=weights, assistant=assistant,
+        assistant=assistant,
     )  # fmt: skip
 
 

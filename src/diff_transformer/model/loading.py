@@ -11,39 +11,28 @@ from diff_transformer.model.presets import PRESETS, preset
 from diff_transformer.model.saved import read_settings, unreadable, weight_files
 
 DTYPES = ("float32", "bfloat16", "float16")
-WEIGHTS = ("int8",)
 
 
-def load_model(
-    name_or_path: str, *, device: str | None = None, dtype: str | None = None, weights: str | None = None
-) -> tuple[Any, Any]:
+def load_model(name_or_path: str, *, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
     """Load a causal LM in eval mode and its tokenizer from a folder, the hub, or a preset (untrained, byte tokenizer).
 
     Args:
         device: "cpu", "cuda", ...; None takes CUDA if available.
         dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint. Lambda stays fp32.
-        weights: "int8" keeps the matrices in 8 bits (``model/int8.py``) and computes in ``dtype``; None keeps them as
-            saved.
 
     Raises:
-        ValueError: for an unknown dtype or kind of weights, or a tokenizer that cannot be read; and as ``read_model``.
+        ValueError: for an unknown dtype, or a tokenizer that cannot be read; and as ``read_model``.
     """
     import torch
 
     if dtype not in (None, *DTYPES):
         raise ValueError(f"dtype is {dtype!r}; give {', '.join(DTYPES)}")
-    if weights not in (None, *WEIGHTS):
-        raise ValueError(f"weights are {weights!r}; give {', '.join(WEIGHTS)}, or leave it out for the checkpoint's")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, and PyTorch finds no CUDA device here; give cpu")
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     if name_or_path in PRESETS and not Path(name_or_path).exists():
-        return _untrained(name_or_path, device, options.get("dtype", torch.float32), weights)
-    if weights == "int8":
-        from diff_transformer.model.int8 import int8_config
-
-        options["quantization_config"] = int8_config()
+        return _untrained(name_or_path, device, options.get("dtype", torch.float32))
     path = str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
     return read_model(path, **options).to(device).eval(), read_tokenizer(path)
 
@@ -177,7 +166,7 @@ def label_of(name_or_path: str) -> str:
     return parts[-1] if parts else path.resolve().name
 
 
-def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple[Any, Any]:
+def _untrained(name: str, device: str, dtype: Any) -> tuple[Any, Any]:
     import torch
 
     from diff_transformer.data.tokenizer import byte_tokenizer
@@ -187,10 +176,6 @@ def _untrained(name: str, device: str, dtype: Any, weights: str | None) -> tuple
     torch.manual_seed(0)
     model = DiffTransformerForCausalLM(preset(name, vocab_size=max(preset(name).vocab_size, len(tokenizer))))
     model = model.to(device=device, dtype=dtype).eval()
-    if weights == "int8":
-        from diff_transformer.model.int8 import quantize_int8
-
-        quantize_int8(model)
     return model, tokenizer
 
 

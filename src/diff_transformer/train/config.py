@@ -25,7 +25,6 @@ from diff_transformer.settings import (
     unknown,
 )
 from diff_transformer.train.data_config import DataConfig
-from diff_transformer.train.loggers import check_loggers
 
 _ROUNDED = "its weights are in 16 bits, which round away updates as small as optim.lr (nothing keeps them in fp32)"
 UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
@@ -107,8 +106,6 @@ class TrainConfig:
     accumulate: PositiveInt = 1  # passes per step, instead of `micro_batch_size`
     # "32-true", "bf16-mixed" (weights and optimizer in fp32) or "64-true"
     precision: Annotated[str, _PRECISION] = "32-true"
-    # matrix products of the layers in float8 (torchao), on GPUs that have it; emulated, slowly, on the CPU
-    float8: bool = False
     seed: Annotated[int, _SEED] = 0  # of the initial weights, the rows and their order
     log_every: PositiveInt = 10  # steps between two log lines
     validate_every: PositiveInt = 200  # steps between two validations
@@ -127,7 +124,7 @@ class TrainConfig:
     loss_chunk: NonNegativeInt = 0  # tokens whose logits are held at a time; 0 for all
     prefetch: NonNegativeInt = 2  # batches prepared ahead; 0 for none
     peak_flops: NonNegativeFloat = 0.0  # peak FLOP/s of a device, for MFU; 0 for the known or measured value
-    loggers: tuple[str, ...] = ()  # "wandb", "mlflow": services that get the metrics too
+    wandb: bool = False  # send the metrics to Weights & Biases too, with its own environment variables
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     micro_rows: InitVar[int | None] = None  # deprecated name of `micro_batch_size`
 
@@ -168,7 +165,6 @@ class EvaluationConfig:
     seed: Annotated[int, _SEED] = 0  # of prompts, and of held-out rows that are drawn
 
 
-FLOAT8_MULTIPLE = 16  # of the sizes of matrices that GPUs multiply in float8
 RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
 REMOVED = ("data.seed",)  # keys of older files that never had an effect
 _OPEN = ("model.*", "data.mixture.*", "evaluation.more.*")  # keys that --set may add
@@ -209,10 +205,7 @@ class RunConfig:
                 f"data.phases is {self.data.phases}, {steps} steps in all, and train.steps is {self.train.steps}; give "
                 "fewer, or more train.steps"
             )
-        check_loggers(self.train.loggers)
         self.train.parallel.validate()
-        if self.train.float8:
-            self._check_float8()
         if self.train.weights == "lora":
             self._check_lora()
         pieces = 2 * self.train.parallel.context_parallel
@@ -223,32 +216,12 @@ class RunConfig:
             )
         return self
 
-    def _check_float8(self) -> None:
-        parallel = self.train.parallel
-        if parallel.tensor_parallel > 1:
-            raise ValueError(
-                f"train.float8 with train.parallel.tensor_parallel={parallel.tensor_parallel}: the scale of a matrix "
-                f"covers all of it, and no process has it whole; give tensor_parallel=1, or train.float8=false"
-            )
-        if self.train.precision == "64-true":
-            raise ValueError(
-                "train.float8 with train.precision='64-true': products in float8 are summed in fp32; give '32-true' "
-                "or 'bf16-mixed', or train.float8=false"
-            )
-        multiple = FLOAT8_MULTIPLE * parallel.context_parallel
-        if self.data.length % multiple:
-            raise ValueError(
-                f"data.length is {self.data.length}; a gradient in float8 is a product over tokens, whose number on "
-                f"each process must be a multiple of {FLOAT8_MULTIPLE}: give a multiple of {multiple}, or "
-                f"train.float8=false"
-            )
-
     def _check_lora(self) -> None:
         parallel = self.train.parallel
-        if self.train.float8 or parallel.strategy == "fsdp" or parallel.tensor_parallel > 1 or parallel.replicas > 1:
+        if parallel.strategy == "fsdp" or parallel.tensor_parallel > 1 or parallel.replicas > 1:
             raise ValueError(
-                "train.weights is 'lora', which trains with one process or strategy 'ddp', not sharded and not with "
-                "train.float8; leave those out, or give train.weights=attention"
+                "train.weights is 'lora', which trains with one process or strategy 'ddp', not sharded; leave "
+                "sharding out, or give train.weights=attention"
             )
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from diff_transformer.checks import first_line, listed
 from diff_transformer.data.tokenizer import special_tokens_of
 from diff_transformer.train.config import RunConfig, checked_model
-from diff_transformer.train.float8 import check_float8
 from diff_transformer.train.weights import check_weights
 
 # which the loss here does not apply
@@ -46,8 +45,6 @@ def check_model(config: RunConfig) -> None:
         _check_length(settings, config)
         with torch.device("meta"):
             model, _ = [DiffTransformerForCausalLM(each) for each in (settings, matched_baseline(settings))]
-    if config.train.float8:
-        check_float8(model)
 
 
 def check_backend_on(config: RunConfig, device: torch.device) -> None:
@@ -366,7 +363,6 @@ def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
     train, parallel = config.train, config.train.parallel
     found = {
         "data.documents=separate": config.data.documents == "separate",
-        "train.float8": train.float8,
         "train.parallel.tensor_parallel": parallel.tensor_parallel > 1,
         "train.parallel.context_parallel": parallel.context_parallel > 1,
     }

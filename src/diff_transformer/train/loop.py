@@ -23,7 +23,6 @@ from diff_transformer.durable import remove
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
-from diff_transformer.train.float8 import use_float8
 from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
 from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
 from diff_transformer.train.loss import Objective
@@ -130,8 +129,6 @@ class Run:
         start = start_model(config, data.tokenizer) if isinstance(fabric.strategy, ModelParallelStrategy) else None
         self.unwrapped_model = build_model(config, data.tokenizer) if start is None else start.model
         choose_weights(self.unwrapped_model, settings)
-        if settings.float8:
-            use_float8(self.unwrapped_model, fabric.device)
         context = make_context(fabric, settings.parallel)
         context.apply(self.unwrapped_model)
         recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
@@ -171,8 +168,10 @@ class Run:
             on_first_rank(fabric, lambda: refuse_other_rows(self.folder, self.data))
         if announce is not None and fabric.is_global_zero:
             announce(self.utilisation.formula())
-        services, everything = self.config.train.loggers, self.config.to_dict()
-        log = MetricsLog(self.folder, resume_step, active=fabric.is_global_zero, loggers=services, settings=everything)
+        log = MetricsLog(
+            self.folder, resume_step, active=fabric.is_global_zero, wandb=self.config.train.wandb,
+            settings=self.config.to_dict(),
+        )  # fmt: skip
         try:
             for note in notes:
                 log.note(resume_step, note)

@@ -1,14 +1,14 @@
 """The metrics of a run: lines of JSON, scalars in groups for TensorBoard and others, and warnings about lambda."""
 
+import hashlib
 import json
 import logging
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.checks import require_extra
 from diff_transformer.durable import explained, write_whole
-from diff_transformer.train.loggers import Loggers
 
 logger = logging.getLogger("diff_transformer")
 
@@ -40,8 +40,8 @@ class MetricsLog:
         folder: of the run.
         resumed_step: step of the checkpoint; lines after it are dropped, and at 0 all lines.
         active: False on every rank but the first, which then writes nothing.
-        loggers: names of services that get the scalars too, from ``loggers.py``.
-        settings: the run's configuration, which these services show.
+        wandb: send the scalars to Weights & Biases too.
+        settings: the run's configuration, which that service shows.
     """
 
     def __init__(
@@ -50,13 +50,15 @@ class MetricsLog:
         resumed_step: int,
         *,
         active: bool = True,
-        loggers: Sequence[str] = (),
+        wandb: bool = False,
         settings: dict[str, Any] | None = None,
     ):
-        self.path, self._file, self._board, self._loggers = folder / "metrics.jsonl", None, None, None
+        self.path, self._file, self._board, self._wandb = folder / "metrics.jsonl", None, None, None
         self._alarmed: set[int] = set()
         if not active:
             return
+        if wandb:
+            self._wandb = start_wandb(folder, settings or {})
         from torch.utils.tensorboard import SummaryWriter
 
         kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step] if resumed_step else []
@@ -65,7 +67,6 @@ class MetricsLog:
             self._alarmed.update(_outside(line.get("lambda", [])))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
-        self._loggers = Loggers(loggers, folder, settings or {}) if loggers else None
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write one line: ``step`` and ``values``, which are numbers, lists by layer, or dictionaries by part.
@@ -79,11 +80,8 @@ class MetricsLog:
             self._file.write(json.dumps({"step": step, **values}) + "\n")
         except OSError as error:
             raise explained(error, self.path.parent, 1000, f"{self.path.name} at step {step}") from error
-        shown = scalars(values)
-        for name, value in shown:
+        for name, value in scalars(values):
             self._board.add_scalar(name, value, step)
-        if self._loggers is not None:
-            self._loggers.write(step, dict(shown))
         self._watch(step, values.get("lambda", []))
 
     def note(self, step: int, text: str) -> None:
@@ -101,14 +99,30 @@ class MetricsLog:
         if self._file is not None and self._board is not None:
             self._file.close()
             self._board.close()
-        if self._loggers is not None:
-            self._loggers.close()
+        if self._wandb is not None:
+            self._wandb.finish()
 
     def _watch(self, step: int, lambdas: list[float]) -> None:
         for layer in _outside(lambdas):
             if layer not in self._alarmed:
                 self._alarmed.add(layer)
                 logger.warning("step %d: lambda of layer %d is %.3f, outside 0 to 1", step, layer, lambdas[layer])
+
+
+def start_wandb(folder: Path, settings: dict[str, Any]) -> Any:
+    """Start a run of Weights & Biases that copies the TensorBoard scalars; a resumed run continues its own.
+
+    Raises:
+        RuntimeError: wandb is not installed.
+    """
+    require_extra("wandb", "train.wandb=true", "wandb")
+    import wandb
+
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    project = os.environ.get("WANDB_PROJECT", "diff-transformer")
+    return wandb.init(
+        project=project, name=folder.name, dir=folder, id=key, resume="allow", config=settings, sync_tensorboard=True
+    )
 
 
 def scalars(values: dict[str, Any]) -> list[tuple[str, float]]:

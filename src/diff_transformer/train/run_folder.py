@@ -31,7 +31,7 @@ _OURS = {LOCK, "train.log"}
 # Settings that a resumed run may change: they affect results by rounding at most. evaluation.seed draws held-out rows.
 _FREE = re.compile(
     r"evaluation\.(?!seed:)|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_batch_size|loss_chunk"
-    r"|activation_checkpointing|compile|threads|log_every|validate_every|loggers):"
+    r"|activation_checkpointing|compile|threads|log_every|validate_every|wandb):"
 )
 
 

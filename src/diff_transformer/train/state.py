@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.train.float8 import without_float8
 from diff_transformer.train.ranks import of_every_rank
 from diff_transformer.train.weights import merged
 
@@ -77,7 +76,7 @@ def whole_model(model: Any, first: bool) -> Any:
     for layer in getattr(model.base_model, "layers", ()):
         vars(layer).pop("forward", None)  # of training: each length and batch would be compiled again
     model.config.use_cache = True
-    return merged(without_float8(model)).eval()
+    return merged(model).eval()
 
 
 def is_sharded(model: nn.Module) -> bool:
