@@ -3,7 +3,6 @@
 import base64
 import csv
 import json
-import threading
 from itertools import pairwise
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,9 +13,6 @@ from browser import CHROMIUM, needs_chromium
 
 from diff_transformer.report import write_report
 from diff_transformer.report.evals_page import write_evals_report
-from diff_transformer.report.page import render_page
-from diff_transformer.report.prompt_maps import PromptError
-from diff_transformer.report.serve import make_server
 from diff_transformer.report.study_page import write_study_report
 
 pytestmark = needs_chromium
@@ -324,116 +320,6 @@ def test_hostile_tokens_are_only_text(visit, results):
     page = visit(results)
     assert page.locator("img").count() == 0
     assert attack in page.locator(".ex-tokens").first.inner_text()
-
-
-def typed(model, text):
-    """Maps of a known outcome: DIFF attends to the first token, the Transformer to the token itself."""
-    if len(text) > 60:
-        raise PromptError(f"the text has {len(text)} tokens; 60 are taken")
-    size = len(text)
-    diff = model == "diff-seed0"
-    maps = np.zeros((size, size), np.uint8)
-    maps[np.arange(size), 0 if diff else np.arange(size)] = 255
-    packed = base64.b64encode(maps.tobytes()).decode()
-    entry = {"attention": model.split("-")[0], "model": model, "title": f"Typed: {text}", "tokens": list(text)}
-    entry |= {"layers": 1, "heads": 1, "first": packed, "generated": text}
-    return entry | ({"second": packed, "lambda": [0.25]} if diff else {})
-
-
-@pytest.fixture
-def complaints():
-    """Logs and requests to other addresses of a served page; both must be empty at the end."""
-    found: list[str] = []
-    yield found
-    assert found == []
-
-
-@pytest.fixture
-def visit_served(browser, complaints):
-    """Open the page as `report --serve` gives it."""
-    stop = []
-
-    def opened(results, size="desktop", scheme="light"):
-        models = [{"name": "diff-seed0", "seed": 0}, {"name": "softmax-seed0", "seed": 0}]
-        server = make_server(render_page(results, {"models": models, "tokens": 60, "bytes": 200}), typed)
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-        thread.start()
-        width, height = SIZES[size]
-        context = browser.new_context(viewport={"width": width, "height": height}, color_scheme=scheme)
-        stop.extend([context.close, server.shutdown, thread.join, server.server_close])
-        page = context.new_page()
-        home = f"http://127.0.0.1:{server.server_port}/"
-        page.on("console", lambda message: complaints.append(message.text))
-        page.on("pageerror", lambda error: complaints.append(str(error)))
-        page.on("request", lambda request: request.url.startswith((home, "data:")) or complaints.append(request.url))
-        page.goto(home)
-        return page
-
-    yield opened
-    for step in stop:
-        step()
-
-
-def test_a_typed_text_is_drawn_for_both_models(visit_served, results):
-    page = visit_served(results)
-    box = page.get_by_label("A text of your own")
-    box.fill("a <b>")
-    box.press("Control+Enter")
-    page.get_by_role("status").filter(has_text="Drawn below: 5 tokens, 2 models.").wait_for()
-    assert page.locator(".ex-controls select option").all_inner_texts()[-1] == "Typed: a <b>"
-    assert page.locator(".ex-strongest tbody tr").first.inner_text().split("\t") == [
-        "1 “a”",
-        "100.0 %",
-        "25.0 %",
-        "75.0 %",
-    ]
-    page.get_by_role("radio", name="A₂", exact=True).first.click()
-    assert page.locator(".ex-strongest tbody tr").first.inner_text().split("\t") == [
-        "1 “a”",
-        "100.0 %",
-        "100.0 %",
-        "75.0 %",
-    ]
-    page.get_by_role("radio", name="Transformer", exact=True).click()
-    assert page.locator(".ex-strongest tbody tr").first.inner_text().split("\t") == ["5 “>”", "100.0 %"]
-    assert page.locator(".ex-plot").count() == 1
-    page.locator(".ex-tokens").first.focus()
-    page.keyboard.press("ArrowLeft")
-    assert "from token 4 of 5, “b”. Strongest: “b”, 100.0 %" in page.locator(".ex-status").inner_text()
-
-
-def test_a_page_without_examples_can_be_typed_into(visit_served, results):
-    page = visit_served({**results, "explorer": []}, "phone", "dark")
-    assert page.locator(".ex-plot").count() == 0
-    attack = "</script><img src=x onerror=console.error(1)>"
-    page.get_by_label("A text of your own").fill(attack)
-    page.get_by_role("button", name="Draw its attention").click()
-    page.get_by_role("status").filter(has_text="Drawn below").wait_for()
-    assert page.locator("img").count() == 0
-    assert page.locator(".ex-tokens:visible").inner_text() == attack
-    assert page.evaluate("document.documentElement.scrollWidth") <= SIZES["phone"][0]
-    assert page.evaluate(LOW_CONTRAST) == []
-
-
-def test_a_refused_text_is_said(visit_served, complaints, results):
-    page = visit_served(results)
-    page.get_by_label("A text of your own").fill("x" * 61)
-    page.get_by_role("button", name="Draw its attention").click()
-    page.get_by_role("status").filter(has_text="Not drawn: the text has 61 tokens; 60 are taken").wait_for()
-    assert page.get_by_role("button", name="Draw its attention").is_enabled()
-    (logged,) = complaints  # the browser's own line about the status
-    assert "422" in logged
-    complaints.clear()
-
-
-def test_a_page_from_a_file_has_no_box(visit, results):
-    def write(results, path, overwrite):
-        path.write_text(render_page(results, {"models": [], "tokens": 60, "bytes": 200}))
-        return path
-
-    page = visit(results, write=write)
-    assert page.locator(".ex-plot").count() == 3
-    assert page.locator("textarea").count() == 0
 
 
 def test_every_figure_saves_its_data(visit, results):

@@ -8,7 +8,6 @@ from typing import Annotated, Any
 
 import typer
 
-from diff_transformer.checks import LAST_PORT
 from diff_transformer.cli.app import (
     Address,
     Engine,
@@ -18,7 +17,6 @@ from diff_transformer.cli.app import (
     app,
     computing,
     executor,
-    quiet,
     resumable,
     step_bars,
 )
@@ -199,50 +197,21 @@ def report(
     results: Annotated[
         list[Path],
         typer.Argument(
-            help="A comparison's folder or results.json; any number of results of `eval`; any number of folders of "
-            "`train`, finished or not; or a study's folder."
+            help="A comparison's folder or results.json; any number of results of `eval`; or a study's folder."
         ),
     ],
-    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; required without --serve.")] = None,
+    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")],
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Serve a comparison's page at 127.0.0.1, and draw texts typed there.")
-    ] = False,
-    port: Annotated[
-        int | None, typer.Option(min=0, max=LAST_PORT, help="Port of --serve; by default, or with 0, any free port.")
-    ] = None,
 ):
-    """Write the report of a comparison and print its claims, or the page of experiments, runs or a study."""
+    """Write the report of a comparison and print its claims, or the page of experiments or a study."""
     from rich.console import Console
 
-    from diff_transformer.report import (
-        is_comparison,
-        is_run,
-        render_claims,
-        write_evals_report,
-        write_report,
-        write_runs_report,
-    )
+    from diff_transformer.report import is_comparison, render_claims, write_evals_report, write_report
     from diff_transformer.report.comparison import load_comparison
     from diff_transformer.report.study_page import is_study, write_study_report
 
-    if serve:
-        from diff_transformer.report.serve import serve_report
-
-        quiet()
-        if out is not None:
-            raise ValueError(f"--serve writes no file, and --out is {out}; leave out one of them")
-        if len(results) != 1 or not results[0].is_dir() or not is_comparison(results[0]):
-            raise ValueError("--serve takes the folder of one comparison, as `diff-transformer compare --out` wrote it")
-        return serve_report(results[0], port=port or 0)
-    if port is not None:
-        raise ValueError(f"--port is {port}, but nothing is served; add --serve, or leave out --port")
-    if out is None:
-        raise ValueError("--out is missing; name the HTML file to write, or give --serve")
     if len(results) == 1 and is_study(results[0]):
         print(f"report: {write_study_report(results[0], out, overwrite=overwrite)}")
-    elif all(is_run(path) for path in results):
-        print(f"report: {write_runs_report([*results], out, overwrite=overwrite)}")
     elif len(results) == 1 and is_comparison(results[0]):
         loaded = load_comparison(results[0])
         page = write_report(loaded, out, overwrite=overwrite)
@@ -250,8 +219,7 @@ def report(
         print(f"report: {page}")
     elif any((path / "results.json").exists() for path in results):
         raise ValueError(
-            "a page shows one comparison only; to overlay several, give their runs "
-            "(FOLDER/members/*/run), or their records (FOLDER/members/*/record.json)"
+            "a page shows one comparison only; to overlay several, give their records (FOLDER/members/*/record.json)"
         )
     else:
         print(f"report: {write_evals_report(list(results), out, overwrite=overwrite)}")

@@ -1,12 +1,8 @@
-"""Write results as one self-contained HTML page: a comparison, experiments alone, or training runs."""
+"""Write results as one self-contained HTML page: a comparison, or experiments alone."""
 
 from diff_transformer.report.claims import render_claims
 from diff_transformer.report.evals_page import write_evals_report
-from diff_transformer.report.load import ResultsError, is_comparison, is_run, load_results
+from diff_transformer.report.load import ResultsError, is_comparison, load_results
 from diff_transformer.report.page import write_report
-from diff_transformer.report.runs_page import write_runs_report
 
-__all__ = [
-    "ResultsError", "is_comparison", "is_run", "load_results", "render_claims", "write_evals_report", "write_report",
-    "write_runs_report",
-]  # fmt: skip
+__all__ = ["ResultsError", "is_comparison", "load_results", "render_claims", "write_evals_report", "write_report"]

@@ -16,9 +16,8 @@ FIRST = 2_500_000  # as many when there is only one
 
 
 def build(results: Results) -> Figure | None:
-    """The explorer with as many example texts as fit the page's budget. ``about["prompt"]`` adds a text field."""
+    """The explorer with as many example texts as fit the page's budget."""
     texts = packed_examples([entry for record in results.records for entry in dicts(record.rows.get("explorer"))])
-    prompt = results.about.get("prompt")
     kept, left_out, used = [], 0, 0
     for example in texts:
         size = sum(len(m["first"]) + len(m.get("second", "")) for m in example["models"])
@@ -27,17 +26,16 @@ def build(results: Results) -> Figure | None:
             continue
         used += size
         kept.append(example)
-    if not texts and not prompt:
+    if not texts:
         return None
     findings = []
     if left_out:
         said = f"{plural(left_out, 'example')} of {len(texts)} left out: the maps would make this page too large."
         findings.append(Finding("note", said))
     body = tag("p", "The maps of the examples given are too large for one page; give shorter texts.", class_="read")
-    if kept or prompt:
+    if kept:
         words = tag("p", "The explorer needs JavaScript; the rest of the page does not.")
-        packed = {"examples": kept} | ({"prompt": prompt} if prompt else {})
-        data = tag("script", script_json(packed), type="application/json", id="explorer-data")
+        data = tag("script", script_json({"examples": kept}), type="application/json", id="explorer-data")
         body = tag("div", words, id="explorer-view") + data
     return Figure(
         id="explorer",

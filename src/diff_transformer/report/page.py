@@ -1,7 +1,6 @@
 """The page of a comparison as one HTML file that contains its styles, scripts, drawings and data."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -63,10 +62,9 @@ def require_installed() -> None:
     require_extra("report", "a report", "scipy", "vl_convert")
 
 
-def render_page(results: Results | dict, prompt: dict | None = None) -> str:
-    """The whole page as a string. ``prompt``: the typed texts that the page's server accepts; None without a server."""
+def render_page(results: Results | dict) -> str:
+    """The whole page as a string."""
     shown = of_comparison(results) if isinstance(results, dict) else results
-    shown = replace(shown, about={**shown.about, "prompt": prompt})
     built = [(build(module, shown), getattr(module, "EVAL", "")) for module in IN_ORDER]
     figures = [noted(figure, shown, name) if name else figure for figure, name in built if figure is not None]
 
