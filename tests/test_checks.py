@@ -9,7 +9,7 @@ import torch
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
 from diff_transformer.bench.attention import run_attention_benchmark
 from diff_transformer.bench.throughput import measure_throughput
-from diff_transformer.checks import first_line, listed, read_json, require_port, require_positive
+from diff_transformer.checks import first_line, listed, read_json, require_positive
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture
@@ -34,14 +34,6 @@ def test_names_and_values_are_said():
 def test_what_is_no_number_is_said_with_its_name(value):
     with pytest.raises(TypeError, match=r"^size is .*; give a positive number$"):
         require_positive(size=value)
-
-
-def test_ports():
-    for port in (0, 1, 65535):
-        require_port(port)
-    for port in (-1, 65536, 99999):
-        with pytest.raises(ValueError, match=rf"port is {port}; give 0 \(any that is free\) to 65535"):
-            require_port(port)
 
 
 def test_long_lists_end_in_a_count():

@@ -245,10 +245,6 @@ def test_convert_llama_and_back(tmp_path):
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
         (
-            ("report", "/nowhere", "--out", "x", "--port", "80"),
-            "--port is 80, but nothing is served; add --serve, or leave out --port",
-        ),
-        (
             ("prepare", "python", "--verify", "/nowhere"),
             "--verify only checks /nowhere; leave out the sources and --out, or --verify",
         ),
@@ -285,13 +281,6 @@ def test_what_several_processes_would_refuse_is_said_once(tmp_path):
     assert out.stderr.count("divisible") == 1
     assert "Traceback" not in out.stderr
     assert not (tmp_path / "x").exists()
-
-
-@pytest.mark.parametrize("command", [("report", "x", "--out", "y")])
-def test_a_port_is_checked_before_anything_is_read(command):
-    out = CliRunner().invoke(app, [*command, "--port", "99999"])
-    assert out.exit_code == 2
-    assert "Invalid value for '--port'" in out.output
 
 
 @pytest.mark.parametrize("value", ["nan", "inf", "-1", "0"])

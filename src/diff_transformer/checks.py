@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-LAST_PORT = 65535
 MAX_SEED = 2**32 - 1
 LOWEST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits over less exceed what fp32 holds
 _SHOWN = 8  # names in a message, at most
@@ -29,12 +28,6 @@ def require_positive(**sizes: float | None) -> None:
             raise TypeError(f"{name} is {value!r}; give a positive number") from None
         if not positive:
             raise ValueError(f"{name} is {value}; it must be positive")
-
-
-def require_port(port: int) -> None:
-    """Raise ValueError unless a server can listen at ``port``, or it is 0 for any free port."""
-    if not 0 <= port <= LAST_PORT:
-        raise ValueError(f"port is {port}; give 0 (any that is free) to {LAST_PORT}")
 
 
 def require_seed(name: str, seed: int | None) -> None:
