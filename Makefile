@@ -50,7 +50,7 @@ faults: $(READY)  ## kill, starve, damage and attack everything; writes the reco
 OTHER_TRITON = $(CURDIR)/build/triton-$(TRITON)
 compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one, and their record; TRITON=3.6.0: by another version than the pinned one
 	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER_TRITON) triton==$(TRITON))
-	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(wildcard tests/ops/triton/test_compiled_*.py) tests/ops/gluon/test_kernels.py $(ARGS)
+	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(wildcard tests/ops/triton/test_compiled_*.py) tests/ops/hopper/test_kernels.py $(ARGS)
 	$(if $(TRITON),,nice -n 10 $(BIN)/python benchmarks/compiled.py --check)
 
 # The software of a GPU's machine, which needs no GPU to be installed; PyTorch's CUDA build takes 7 GB.

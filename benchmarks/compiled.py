@@ -72,14 +72,14 @@ EXP_PER_CLOCK = 16  # exp2 on a multiprocessor
 
 
 def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple[str, Description]]:
-    """(form, launch) of causal attention, its gradients in two passes and in one, and a step of decoding.
+    """(form, launch) of causal attention, its gradients, and a step of decoding.
 
-    Of Triton's kernels first, then of the Hopper kernels, if they take the call: in two passes.
+    Of Triton's kernels first, then of the Hopper kernels, if they take the call.
     """
-    from diff_transformer.ops import gluon
     from diff_transformer.ops.call import Call
-    from diff_transformer.ops.gluon import backward as gluon_backward
-    from diff_transformer.ops.gluon import forward as gluon_forward
+    from diff_transformer.ops.hopper import backward as hopper_backward
+    from diff_transformer.ops.hopper import forward as hopper_forward
+    from diff_transformer.ops.hopper.support import unsupported_tensors
     from diff_transformer.ops.triton import backward, decode, forward
 
     q, v = torch.zeros(1, 2, 128, D, dtype=dtype), torch.zeros(1, 2, 128, Dv, dtype=dtype)
@@ -88,17 +88,15 @@ def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple
     call = Call(q, q, q, None if shared else q.clone(), v, lam, scale=0.125, is_causal=True)
     table = table_of(capability, dtype)
     (_, *saved), planned = forward.plan_forward(call, True, table)
-    found = {"forward": planned}
-    for form, one_pass in (("two passes", False), ("one pass", True)):
-        found[form] = backward.plan_backward(call, v, saved, one_pass, table)[1]
+    found = {"forward": planned, "backward": backward.plan_backward(call, v, saved, table)[1]}
     keys, values = torch.zeros(1, 2, 4096, D, dtype=dtype), torch.zeros(1, 2, 4096, Dv, dtype=dtype)
     second = None if shared else keys.clone()
     few = Call(q[:, :, :1], q[:, :, :1], keys, second, values, lam[:, :, :1], scale=0.125, is_causal=True)
     found["decode"] = decode.plan_decode(few, None, multiprocessors=2)[1]
     listed = list(found.items())
-    if capability == 90 and gluon.unsupported_shapes(call) is None:
-        listed.append(("forward", gluon_forward.plan_forward(call, True)[1]))
-        listed.append(("two passes", gluon_backward.plan_backward(call, v, saved)[1]))
+    if capability == 90 and unsupported_tensors(call) is None:
+        listed.append(("forward", hopper_forward.plan_forward(call, True)[1]))
+        listed.append(("backward", hopper_backward.plan_backward(call, v, saved)[1]))
     described = [(form, describe(launch)) for form, launches in listed for launch in launches]
     small = ("delta_kernel", "decode_combine_kernel")
     return [(form, launch) for form, launch in described if not launch.kernel.endswith(small)]
@@ -153,7 +151,7 @@ def key(form: str, launch: Description, capability: int, dtype: str) -> dict[str
         "dtype": dtype,
         "width": width,
         "value_width": value_width,
-        "language": "gluon" if ".gluon." in launch.kernel else "triton",
+        "language": "gluon" if ".hopper." in launch.kernel else "triton",
         "form": form,
         "kernel": launch.kernel.partition(":")[2],
         "source": kernel_of(launch).cache_key[:12],

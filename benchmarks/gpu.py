@@ -42,7 +42,6 @@ SHARES = {
     "decode_compiled": 14,
     "throughput": 16,
     "sweep": 12,
-    "attention_tune": 4,
     "attention_fp32": 3,
     "step": 16,
     "counters": 20,
@@ -50,7 +49,7 @@ SHARES = {
 }
 # NVIDIA's tools; where one is not installed gpu.json says so, which is no failure
 TOOLS = {"sanitizer": "compute-sanitizer", "counters": "ncu"}
-GLUON = "DIFF_TRANSFORMER_GLUON"
+SWITCH = "DIFF_TRANSFORMER_HOPPER"
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
 EVERY = 5.0  # seconds after which gpu.json is written again
 NOT_INSTALLED = "not installed"
@@ -78,7 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     own = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
     sys.path[:0] = own
     os.environ["PYTHONPATH"] = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
-    os.environ.setdefault(GLUON, "1")  # also with a Triton that no record is of
+    os.environ.setdefault(SWITCH, "1")  # also with a Triton that no record is of
     print(preflight(given.cache), flush=True)
     status = run_stages(stages, given.seconds, given.dry, folder, given.earlier and given.earlier.resolve())
     print("\n".join(gpu_goals.goals_table(folder)))
@@ -113,13 +112,13 @@ def can_run(stage: str, dry: bool) -> bool:
 
 
 def launch_only_what_passed(folder: Path) -> None:
-    """Later stages launch those Hopper kernels that passed the stage "hopper" in each of their forms."""
+    """Later stages launch the Hopper kernels if these passed the stage "hopper" in each of their forms."""
     file = folder / "hopper.json"
     record = json.loads(file.read_text()) if file.exists() else {"rows": [], "provenance": {}}
     passed = Counter(row["form"] for row in record["rows"] if row["gate"] == "passed")
     planned = record["provenance"].get("forms", {})
-    os.environ[GLUON] = ",".join(kernels for kernels, count in planned.items() if passed[kernels] == count) or "0"
-    print(f"== {GLUON}={os.environ[GLUON]} from here on", flush=True)
+    os.environ[SWITCH] = str(int(bool(planned) and planned == dict(passed)))
+    print(f"== {SWITCH}={os.environ[SWITCH]} from here on", flush=True)
 
 
 def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:

@@ -148,16 +148,8 @@ def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
     """Context manager in which every decision falls as on a Hopper GPU, and ``start`` gets what would be launched."""
     from kernel_compiler import table_of
 
-    from diff_transformer.ops import gluon
-    from diff_transformer.ops.gluon import support
+    from diff_transformer.ops.hopper.support import unsupported_tensors
     from diff_transformer.ops.triton import backward, decode, launching, operator
-
-    def refused(device: Any, kernels: str) -> str | None:
-        return support.SWITCH if support.switched_off(kernels) else None
-
-    def decodable(call: Any, known: Callable[..., str | None] = decode.unsupported_reason) -> str | None:
-        reason = known(call)
-        return None if reason is not None and "runs on CUDA" in reason else reason
 
     replaced: list[tuple[Any, str, Any]] = [
         (launching.Launch, "start", start),
@@ -165,10 +157,7 @@ def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
         (launching, "INTERPRETED", True),
         (operator, "INTERPRETED", False),
         (decode, "multiprocessors", lambda device: MULTIPROCESSORS),
-        (decode, "unsupported_reason", decodable),
-        (gluon, "unsupported_device", refused),
-        (operator, "_gluon_forward", lambda call: gluon.unsupported_reason(call) is None),
-        (operator, "_gluon_backward", lambda call, one, passes: gluon.unsupported_backward_reason(call, one) is None),
+        (operator, "unsupported_reason", unsupported_tensors),
         (operator, "_announce", lambda *given: None),
     ]
     stack = ExitStack()
@@ -215,9 +204,8 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"attention {shape} {variant}", lambda s=shape, v=variant: attention(s, v, torch.bfloat16)
     for width, heads in ((128, 12), (64, 16)):
         for length in (128, 555):
-            for variant in (None, "one_pass"):
-                shape = Shape(2, heads, length, width)
-                yield f"fp32 {shape} {variant}", lambda s=shape, v=variant: attention(s, v, torch.float32)
+            shape = Shape(2, heads, length, width)
+            yield f"fp32 {shape}", lambda s=shape: attention(s, None, torch.float32)
 
     def decode(batch: int, heads: int, kv_heads: int, cache: int, width: int, dtype: torch.dtype) -> None:
         q = torch.empty(batch, 2 * heads, 1, width, dtype=dtype)
@@ -250,19 +238,13 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
 def of_attention_tests() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
 
-    from diff_transformer.ops.triton import backward_form
-
     tests = loaded("tests/ops/triton/test_attention_gpu.py")
     tests.DEVICE = "cpu"
     half, causal = tests.HALF, tests.CAUSAL
     by_triton = tests.by("triton")
 
-    def run(options: dict, plain: bool = False, form: str | None = None, **sizes: Any) -> None:
-        with ExitStack() as stack:
-            if plain:
-                stack.enter_context(patch.dict(os.environ, {"DIFF_TRANSFORMER_GLUON": "0"}))
-            if form is not None:
-                stack.enter_context(backward_form(form))
+    def run(options: dict, plain: bool = False, **sizes: Any) -> None:
+        with patch.dict(os.environ, {"DIFF_TRANSFORMER_HOPPER": "0"} if plain else {}):
             tests.run(by_triton, tests.inputs(**sizes), options)
 
     for dtype in (*half, torch.float32):
@@ -275,28 +257,20 @@ def of_attention_tests() -> Iterator[tuple[str, Callable[[], object]]]:
             yield f"widths {dtype} {D} {Dv}", lambda g=given: run(causal, **g)
     for dtype in half:
         for D in (64, 128):
-            for form in ("two_pass", "one_pass"):
-                for case in tests.PLAIN:
-                    sizes, options = tests.FEATURES[case]
-                    given = {"dtype": dtype, "D": D} | sizes
-                    yield f"plain {dtype} {D} {form}", lambda o=options, g=given, f=form: run(o(), True, f, **g)
-                for shared in (False, True):
-                    yield (
-                        f"documents {dtype} {D} {form}",
-                        lambda a=(dtype, D, shared), f=form: documents(tests, *a, f),
-                    )
-            given = {"dtype": dtype, "D": D, "Hn": 2, "G": 1}
-            yield f"one pass {dtype} {D}", lambda g=given: run(causal, form="one_pass", **g)
+            for case in tests.PLAIN:
+                sizes, options = tests.FEATURES[case]
+                given = {"dtype": dtype, "D": D} | sizes
+                yield f"plain {dtype} {D}", lambda o=options, g=given: run(o(), True, **g)
+            for shared in (False, True):
+                yield f"documents {dtype} {D}", lambda a=(dtype, D, shared): documents(tests, *a)
             given = {"dtype": dtype, "D": D, "B": 1, "H": 1, "T": 4096}
-            for form in ("two_pass", "one_pass"):
-                yield f"long {dtype} {D}", lambda g=given, f=form: run(causal, form=f, **g)
+            yield f"long {dtype} {D}", lambda g=given: run(causal, **g)
 
 
-def documents(tests: ModuleType, dtype: Any, D: int, shared: bool, form: str) -> None:
+def documents(tests: ModuleType, dtype: Any, D: int, shared: bool) -> None:
     import torch
 
     from diff_transformer.ops import diff_attention_varlen
-    from diff_transformer.ops.triton import backward_form
 
     x, ends = tests.packed(dtype, D, shared), torch.tensor(tests.ENDS, dtype=torch.int32)
     longest = tests.ENDS[1]
@@ -304,7 +278,7 @@ def documents(tests: ModuleType, dtype: Any, D: int, shared: bool, form: str) ->
     def attend(*x: Any, **options: Any) -> Any:
         return diff_attention_varlen(*x, ends, ends, longest, longest, backend="triton", **options)
 
-    with patch.dict(os.environ, {"DIFF_TRANSFORMER_GLUON": "0"}), backward_form(form):
+    with patch.dict(os.environ, {"DIFF_TRANSFORMER_HOPPER": "0"}):
         tests.run(attend, x, tests.CAUSAL)
 
 
@@ -331,10 +305,11 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
     from hopper_check import forms_of
 
     from diff_transformer.ops.call import Call
-    from diff_transformer.ops.gluon import backward, forward, support
+    from diff_transformer.ops.hopper import backward, forward, support
     from diff_transformer.testing import make_inputs
 
-    def run(D: int, dtype: torch.dtype, causal: bool, form: str) -> None:
+    def run(dtype: torch.dtype, causal: bool, form: str) -> None:
+        D = support.D
         x = make_inputs(2, 2, 63, D, S=63, G=1, dtype=dtype, strided=True, requires_grad=False)
         dout = torch.randn(2, 2, 63, 2 * D).to(dtype)
         for given in forms_of(x):
@@ -347,17 +322,16 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
                 saved = [dout, dout, torch.zeros(2, 2, 63), torch.zeros(2, 2, 63)]
                 backward.attend_backward(call, dout, saved)
 
-    for form in support.KERNELS:
-        for D in support.WIDTHS:
-            for dtype in support.DTYPES:
-                for causal in (True, False):
-                    yield f"hopper {form} {D} {dtype}", lambda a=(D, dtype, causal, form): run(*a)
+    for form in ("forward", "backward"):
+        for dtype in support.DTYPES:
+            for causal in (True, False):
+                yield f"hopper {form} {dtype}", lambda a=(dtype, causal, form): run(*a)
 
 
 def of_sanitizer() -> Iterator[tuple[str, Callable[[], object]]]:
     import sanitized
 
-    for what in (sanitized.gluon_forms, sanitized.forms):
+    for what in (sanitized.hopper_forms, sanitized.forms):
         for name, run in what("cpu", "triton").items():
             yield f"sanitizer {name}", run
 

@@ -18,7 +18,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 INSTALLED = {
     "attention_gpu": ("attention",),
     "attention_gpu_fp32": ("attention_fp32",),
-    "attention_tune_gpu": ("attention_tune",),
     "decode_gpu": ("decode", "decode_compiled"),
     "throughput_gpu": ("throughput",),
     "step_gpu": ("step",),

@@ -33,8 +33,8 @@ from diff_transformer.bench.run import cells
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
 from diff_transformer.bench.step import run_step_benchmark
-from diff_transformer.bench.tune import tune_attention
-from diff_transformer.ops import available_backends, gluon
+from diff_transformer.ops import available_backends
+from diff_transformer.ops.hopper.support import D, unsupported_installation
 from gpu_records import Unfinished, setting, settings_of
 
 # What is experimental, and what takes longest, first. Files are named, since to collect all tests takes long.
@@ -43,7 +43,7 @@ TESTS = {
         "-m",
         "gpu",
         *(f"tests/ops/triton/test_{name}_gpu.py" for name in ("attention", "decode")),
-        "tests/ops/gluon/test_kernels.py",
+        "tests/ops/hopper/test_kernels.py",
     ],
     "of the kernels anywhere": [
         "-m",
@@ -58,7 +58,7 @@ DRY_TESTS = {
 FIRST_TESTS = 0.9  # of the stage's time
 WORKERS = 14  # compiling is most of the time of a test, and of the stage that does nothing else
 PUBLIC = ("flash", "cudnn")  # kernels of SDPA; the others are slower, and are timed on request
-SLOW = ("reference", "blockwise", "flex")  # to run or to compile; not timed on a GPU
+SLOW = ("reference", "blockwise")  # not timed on a GPU
 TINY = "1x2x40x8,1x2x33x8n"
 TINY_PAIR = pair_throughput.ThroughputSetting("debug", 2, 32, layers=1, dtype=torch.float32)
 NCU = ("ncu", "--clock-control", "none", "--set", "full", "--import-source", "no")
@@ -76,30 +76,29 @@ def operator_shapes() -> list[Shape]:
 
 def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Each form of the Hopper kernels against the fp64 reference; later stages do not launch kernels that fail."""
-    device, forms = device_of(dry), list(product(gluon.KERNELS, gluon.WIDTHS, (True, False)))
-    refused = {kernels: gluon.unsupported_device(torch.device(device, 0), kernels) for kernels in gluon.KERNELS}
+    device, forms = device_of(dry), list(product(("forward", "backward"), (True, False)))
+    refused = None if device == "cpu" else unsupported_installation(0)
 
     def rows() -> Iterator[dict]:
         context = multiprocessing.get_context("fork" if dry else "spawn")
         with ProcessPoolExecutor(len(forms), mp_context=context) as pool:
-            results = [pool.submit(check_hopper, device, *form) for form in forms if refused[form[0]] is None]
-            for kernels, width, causal in forms:
-                row = {"form": kernels, "width": width, "causal": causal, "dtype": "bfloat16"}
-                found = {"gate": f"failed: {refused[kernels]}"} if refused[kernels] else results.pop(0).result()
-                yield row | found
+            results = [pool.submit(check_hopper, device, *form) for form in forms if refused is None]
+            for kernels, causal in forms:
+                row = {"form": kernels, "width": D, "causal": causal, "dtype": "bfloat16"}
+                yield row | (results.pop(0).result() if refused is None else {"gate": f"failed: {refused}"})
 
-    facts = {"machine": machine(device), "forms": Counter(kernels for kernels, *_ in forms)}
+    facts = {"machine": machine(device), "forms": Counter(kernels for kernels, _ in forms)}
     record = collect("hopper", rows(), facts, out=out, on_row=_say_row)
-    failed = [row for row in record["rows"] if row["gate"] != "passed" and not refused[row["form"]]]
-    if failed:
+    failed = [row for row in record["rows"] if row["gate"] != "passed"]
+    if failed and refused is None:
         raise SystemExit(f"{len(failed)} Hopper kernels fail, and are not used in what follows: see {out.name}")
 
 
-def check_hopper(device: str, kernels: str, width: int, causal: bool) -> dict:
+def check_hopper(device: str, kernels: str, causal: bool) -> dict:
     """The verdict of a row, in a process of the pool: after a fault the device may be lost to it."""
     began = time.monotonic()
     try:
-        hopper_check.check(torch.device(device, 0), width, torch.bfloat16, causal, kernels)
+        hopper_check.check(torch.device(device, 0), torch.bfloat16, causal, kernels)
         gate = "passed"
     except Exception as error:  # a compiler's errors have no common base
         gate = f"failed: {type(error).__name__}: {error}"[:1000]
@@ -165,12 +164,11 @@ def gates(dry: bool) -> Iterator[dict]:
         for shape in parse_shapes(shapes):
             gate = Gate(shape, dtype, device)
             for name in available_backends(device, dtype):
-                if name != "flex" or not dry:
-                    contender = backend_contender(name, gate.full, shape.causal)
-                    row = {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
-                    yield row
-                    if row["gate"].startswith(LOST):
-                        raise DeviceLost(f"{name} at {shape} in {dtype}: {row['gate']}")
+                contender = backend_contender(name, gate.full, shape.causal)
+                row = {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
+                yield row
+                if row["gate"].startswith(LOST):
+                    raise DeviceLost(f"{name} at {shape} in {dtype}: {row['gate']}")
 
 
 def compile_kernels(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -224,13 +222,6 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
     except Exception as error:
         gate = f"failed: {type(error).__name__}: {error}"[:1000]
     return row | {"gate": gate, "seconds": round(time.monotonic() - began, 1)}
-
-
-def attention_tune(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """``bench attention --tune`` at the first shapes; later stages take its verdicts where they say "auto"."""
-    device, shapes = device_of(dry), parse_shapes("1x1x20x8n") if dry else operator_shapes()[:6]
-    shapes = left_of(shapes, earlier, kind="both")
-    _finish(tune_attention(shapes, (torch.bfloat16,), device, seconds=seconds, out=out, on_row=_say("tune")))
 
 
 def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
@@ -371,12 +362,12 @@ def counters(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
 
 
 def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Small launches of all kernels under compute-sanitizer (memory accesses and races), the Gluon kernels first."""
+    """Small launches of all kernels under compute-sanitizer (memory accesses and races), the Hopper kernels first."""
     end = time.monotonic() + seconds
     device = device_of(dry)
 
     def rows() -> Iterator[dict]:
-        calls = (("memcheck", "all"), ("racecheck", "gluon"), ("racecheck", "all"))
+        calls = (("memcheck", "all"), ("racecheck", "hopper"), ("racecheck", "all"))
         for i, (tool, what) in enumerate(calls):
             under = [] if dry else ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
             command = [*under, sys.executable, str(Path(__file__).with_name("sanitized.py")), what, device]
@@ -453,7 +444,6 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "hopper": hopper,
     "correctness": correctness,
     "compile": compile_kernels,
-    "attention_tune": attention_tune,
     "attention": attention,
     "attention_fp32": attention_fp32,
     "decode": decode,

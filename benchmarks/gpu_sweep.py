@@ -1,4 +1,4 @@
-"""Times other tiles of the Triton and Gluon kernels beside those in use, on a Hopper GPU.
+"""Times other tiles of the Triton and Hopper kernels beside those in use, on a Hopper GPU.
 
 ``rows`` yields a row for each kernel, width and tile. ``gpu_cache.py`` compiles the same launches. As a script, it runs
 each kernel once for ncu: python benchmarks/gpu_sweep.py cuda 128
@@ -17,9 +17,9 @@ from diff_transformer.bench.record import in_turn
 from diff_transformer.bench.timing import interleaved_times
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.gluon import backward as gluon_backward
-from diff_transformer.ops.gluon import forward as gluon_forward
-from diff_transformer.ops.triton import backward, backward_form, forward
+from diff_transformer.ops.hopper import backward as hopper_backward
+from diff_transformer.ops.hopper import forward as hopper_forward
+from diff_transformer.ops.triton import backward, forward
 from diff_transformer.ops.triton.launching import Launch, run
 from diff_transformer.ops.triton.tile_sizes import HOPPER
 from diff_transformer.ops.triton.tile_sizes import TileSize as C
@@ -45,9 +45,9 @@ TILES: dict[tuple[str, int], list[Any]] = {
     (f"dq, {FEATURES}", 64): grid((128, 64, 8, (2, 3)), fused=True),
     (f"dq, {FEATURES}", 96): grid((128, 64, 8, (1,)), fused=False),
     (f"dq, {FEATURES}", 128): grid((128, 64, 8, (1,)), fused=False),
-    ("gluon forward", 128): [{"STAGES": 2}, {"KEYS": 32, "STAGES": 4}],
-    ("gluon dkdv", 128): [{"STAGES": 1}],
-    ("gluon dq", 128): [{"KEY_STAGES": 1}],
+    ("hopper forward", 128): [{"STAGES": 2}, {"KEYS": 32, "STAGES": 4}],
+    ("hopper dkdv", 128): [{"STAGES": 1}],
+    ("hopper dq", 128): [{"KEY_STAGES": 1}],
     ("forward", 64): grid((64, 64, 4, (2, 3, 4)), (64, 32, 4, (3, 4)), (128, 64, 8, (3,)), fused=True),
     ("forward", 128): grid((64, 64, 4, (2, 3)), (64, 32, 4, (3, 4)), (128, 64, 8, (2, 3)), (128, 32, 8, (3, 4)),
                            fused=False),
@@ -76,20 +76,20 @@ def launches(kernel: str, width: int, tile: Any, device: str, batch: int, heads:
     table = HOPPER if tile is None or isinstance(tile, dict) else HOPPER | {kernel: {(width, 2 * width): (tile,)}}
     (_, *saved), planned = forward.plan_forward(call, True, table)
     with ExitStack() as stack:
-        if kernel.startswith("gluon "):
-            module = gluon_forward if kernel == "gluon forward" else gluon_backward
+        if kernel.startswith("hopper "):
+            module = hopper_forward if kernel == "hopper forward" else hopper_backward
             for name, value in (tile or {}).items():
                 stack.enter_context(patch.object(module, name, value))
-        if kernel == "gluon forward":
-            return gluon_forward.plan_forward(call, True)[1]
+        if kernel == "hopper forward":
+            return hopper_forward.plan_forward(call, True)[1]
         if kernel == "forward":
             return planned
         if device != "cpu":
             run(planned, torch.device(device))
-        if kernel.startswith("gluon "):
-            found = gluon_backward.plan_backward(call, torch.randn_like(saved[0]), saved)[1]
+        if kernel.startswith("hopper "):
+            found = hopper_backward.plan_backward(call, torch.randn_like(saved[0]), saved)[1]
         else:
-            found = backward.plan_backward(call, torch.randn_like(saved[0]), saved, False, table)[1]
+            found = backward.plan_backward(call, torch.randn_like(saved[0]), saved, table)[1]
     if device != "cpu":
         run(found[:1], torch.device(device))  # the sums of rows, which the other kernels read
     wanted = "bwd_dq" if kernel.endswith("dq") else "bwd_dkdv"
@@ -139,19 +139,18 @@ def profiled(device: str, width: int) -> None:
     sizes = (4, HEADS[width], 4096) if cuda else (1, 1, 40)
     x = make_inputs(*sizes, width, dtype=torch.bfloat16, device=device, drawn_on=device)
     backend = "triton" if cuda else "blockwise"
-    torch.use_deterministic_algorithms(False)
 
-    def run(form: str, gluon: str) -> None:
-        with backward_form(form), patch.dict("os.environ", {"DIFF_TRANSFORMER_GLUON": gluon}):
+    def run(hopper: str) -> None:
+        with patch.dict("os.environ", {"DIFF_TRANSFORMER_HOPPER": hopper}):
             out = diff_attention(*x, is_causal=True, backend=backend)
             torch.autograd.grad(out, x, torch.ones_like(out))
 
-    for form, gluon in (("two_pass", "1"), ("two_pass", "0"), ("one_pass", "0")):
-        run(form, gluon)
+    for hopper in ("1", "0"):
+        run(hopper)
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.profiler.start()
-        run(form, gluon)
+        run(hopper)
         if cuda:
             torch.cuda.synchronize()
             torch.cuda.profiler.stop()

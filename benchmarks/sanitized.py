@@ -1,6 +1,6 @@
 """Launches the kernels once in each form at small sizes, for compute-sanitizer.
 
-python benchmarks/sanitized.py all cuda      # or "gluon": the Hopper kernels alone
+python benchmarks/sanitized.py all cuda      # or "hopper": the Hopper kernels alone
 python benchmarks/sanitized.py all cpu       # the same calls without our kernels
 python benchmarks/sanitized.py all cpu triton  # with TRITON_INTERPRET=1: the kernels, interpreted
 """
@@ -10,8 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen, gluon
-from diff_transformer.ops.triton import backward_form
+from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen
 from diff_transformer.testing import Inputs, make_inputs
 
 T = 200  # more than one tile of each side, and none that is whole at the end
@@ -20,7 +19,7 @@ CACHE = 1000  # keys, where a few queries are decoded
 
 def main(what: str, device: str, backend: str | None = None) -> int:
     backend = backend or ("triton" if device == "cuda" else "blockwise")
-    for name, run in (forms if what == "all" else gluon_forms)(device, backend).items():
+    for name, run in (forms if what == "all" else hopper_forms)(device, backend).items():
         print(name, flush=True)
         run()
         if device == "cuda":
@@ -29,41 +28,35 @@ def main(what: str, device: str, backend: str | None = None) -> int:
     return 0
 
 
-def gluon_forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
+def hopper_forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
     """Calls that Hopper kernels compute: both maskings, forward alone and with the backward."""
 
-    def forward(D: int, options: dict) -> Callable[[], object]:
-        x = make_inputs(1, 2, T, D, dtype=torch.bfloat16, device=device, requires_grad=False)
+    def forward(options: dict) -> Callable[[], object]:
+        x = make_inputs(1, 2, T, 128, dtype=torch.bfloat16, device=device, requires_grad=False)
         return lambda: diff_attention(*x, **options, backend=backend)
 
     found = {}
-    for D in gluon.WIDTHS:
-        for causal in (True, False):
-            options, what = {"is_causal": causal}, f"width {D}, causal {causal}"
-            found[f"forward, {what}"] = forward(D, options)
-            found[f"two passes, {what}"] = both(device, backend, options, D=D)
+    for causal in (True, False):
+        options = {"is_causal": causal}
+        found[f"forward, causal {causal}"] = forward(options)
+        found[f"backward, causal {causal}"] = both(device, backend, options, D=128)
     return found
 
 
 def forms(device: str, backend: str) -> dict[str, Callable[[], object]]:
     """Forward and backward of calls that differ in their memory accesses."""
-    torch.use_deterministic_algorithms(False)
     mask = torch.rand(1, 2, T, T, device=device) > 0.3
     padding = torch.arange(T, device=device).view(1, 1, 1, T) >= T // 3
     lengths = torch.tensor([CACHE * 2 // 3, 3], dtype=torch.int32, device=device)
     causal, half = {"is_causal": True}, torch.float16
     return {
         "causal": both(device, backend, causal),
-        "one pass": one_pass(both(device, backend, causal)),
         "fp16": both(device, backend, causal, dtype=half),
-        "one pass, fp16": one_pass(both(device, backend, causal, dtype=half)),
         "mask": both(device, backend, {"attn_mask": mask}),
         "padding": both(device, backend, causal | {"attn_mask": padding}),
-        "one pass, padding": one_pass(both(device, backend, causal | {"attn_mask": padding})),
         "window": both(device, backend, causal | {"window": 50}),
         "grouped": both(device, backend, causal, H=4, Hn=2, G=1),
         "documents": documents(device, backend),
-        "one pass, documents": one_pass(documents(device, backend)),
         "decode": decode(device, backend),
         "decode, lengths, fp16": decode(device, backend, half, lengths=lengths),
         "decode, mask": decode(device, backend, attn_mask=torch.rand(2, 4, 1, CACHE, device=device) > 0.3),
@@ -76,14 +69,6 @@ def both(device: str, backend: str, options: dict, **sizes) -> Callable[[], obje
     sizes = {"B": 1, "H": 2, "T": T, "D": 64, "dtype": torch.bfloat16} | sizes
     x = make_inputs(**sizes, device=device)
     return lambda: diff_attention(*x, **options, backend=backend).sum().backward()
-
-
-def one_pass(run: Callable[[], object]) -> Callable[[], object]:
-    def in_one_pass() -> None:
-        with backward_form("one_pass"):
-            run()
-
-    return in_one_pass
 
 
 def documents(device: str, backend: str) -> Callable[[], object]:

@@ -71,16 +71,16 @@ def varlen(monkeypatch):
     """``varlen(grouped=True)``: puts a stand-in for PyTorch's ``varlen_attn`` in its place; gives the list of calls."""
     from packed_attention import pytorch_varlen_attn
 
-    from diff_transformer.ops import softmax_calls
+    from diff_transformer.ops import sdpa
 
     def put(grouped: bool = True) -> list:
         calls: list = []
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", pytorch_varlen_attn(calls, grouped))
-        softmax_calls.varlen_takes_groups.cache_clear()
+        sdpa.varlen_takes_groups.cache_clear()
         return calls
 
     yield put
-    softmax_calls.varlen_takes_groups.cache_clear()
+    sdpa.varlen_takes_groups.cache_clear()
 
 
 @pytest.fixture(scope="session")

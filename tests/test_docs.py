@@ -164,7 +164,7 @@ def test_the_documentation_is_short():
 
 @pytest.mark.parametrize("room", ["data", "evals", "model", "serving", "train"])
 def test_what_uses_the_operator_asks_no_backend(room):
-    backend = re.compile(r"diff_transformer\.ops(?:\.| import )(?:\w+, )*(?:cpu|gluon|jax|table|triton)\b")
+    backend = re.compile(r"diff_transformer\.ops(?:\.| import )(?:\w+, )*(?:cpu|hopper|jax|table|triton)\b")
     package = ROOT / "src" / "diff_transformer"
     assert [path.name for path in (package / room).rglob("*.py") if backend.search(path.read_text())] == []
 

@@ -9,7 +9,7 @@ from diff_transformer.bench import attention as bench
 from diff_transformer.bench import contenders, shapes
 from diff_transformer.bench.record import Deadline
 from diff_transformer.bench.shapes import Shape
-from diff_transformer.ops import cpu, diff_attention
+from diff_transformer.ops import cpu, diff_attention, sdpa
 
 SMALL = [Shape(1, 2, 65, 8)]
 FP32 = (torch.float32,)
@@ -99,9 +99,10 @@ def test_a_rival_that_misses_the_budget_keeps_its_time_and_says_so(monkeypatch):
     assert kept <= rows["FlashDiffAttn_1"].keys()
 
 
-def test_a_backend_that_refuses_is_skipped_with_its_reason():
-    (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["flash"], repeats=1)["rows"]
-    assert row["gate"].startswith("skipped: backend='flash' is not available: ")
+def test_a_backend_that_refuses_is_skipped_with_its_reason(monkeypatch):
+    monkeypatch.setattr(sdpa, "unsupported_reason", lambda call: "it rains")
+    (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["sdpa"], repeats=1)["rows"]
+    assert row["gate"].startswith("skipped: backend='sdpa' is not available: it rains")
     assert "forward_ms" not in row
 
 

@@ -55,7 +55,7 @@ def test_no_kernel_of_the_record_spills_repeats_products_or_does_not_fit(compile
     ],
 )
 def test_what_must_not_ship(compiled, change, unfit):
-    row = {"capability": 90, "dtype": "bfloat16", "width": 128, "language": "triton", "form": "one pass", "faults": []}
+    row = {"capability": 90, "dtype": "bfloat16", "width": 128, "language": "triton", "form": "backward", "faults": []}
     row |= {"executed_over_needed": 1.0, "spilled_bytes": 0, "shared_kib": 100.0}
     assert compiled.unfit(row | change) == unfit
 
@@ -69,7 +69,7 @@ def test_sums_count_every_launch_of_a_form(compiled):
         {"forward": 8, "backward": 20},
     )
     parts = [row for row in record["rows"] if all(row[name] == total[name] for name in compiled.SAME)]
-    assert total["two passes"]["units"] == pytest.approx(sum(r["units"] for r in parts if r["form"] == "two passes"))
+    assert total["backward"]["units"] == pytest.approx(sum(r["units"] for r in parts if r["form"] == "backward"))
 
 
 def test_decoding_takes_at_least_the_time_to_read_the_cache(compiled):

@@ -8,7 +8,8 @@ import torch
 
 from diff_transformer.bench import contenders
 from diff_transformer.bench.shapes import Shape
-from diff_transformer.ops import diff_attention, gluon
+from diff_transformer.ops import diff_attention
+from diff_transformer.ops.hopper.support import SWITCH
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 
@@ -67,27 +68,23 @@ def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
 
 
 @pytest.mark.parametrize("reason", [None, "too old"])
-def test_forms_of_triton(monkeypatch, reason):
-    """On a GPU: the default form, the one-pass backward and, where Gluon ran, the plain kernel."""
+def test_variants_of_triton(monkeypatch, reason):
+    """On a GPU: the default and, where the Hopper kernels ran, the plain ones."""
     seen = []
 
     def fake(*tensors, is_causal, backend):
-        from diff_transformer.ops import triton
-
-        seen.append((triton._one_pass, os.environ.get(gluon.SWITCH)))
+        seen.append(os.environ.get(SWITCH))
         return tensors[4]
 
-    monkeypatch.delenv(gluon.SWITCH, raising=False)
+    monkeypatch.delenv(SWITCH, raising=False)
     monkeypatch.setattr(contenders, "diff_attention", fake)
-    monkeypatch.setattr(gluon, "unsupported_reason", lambda *args: reason)
-    monkeypatch.setattr(gluon, "unsupported_backward_reason", lambda *args: reason)
+    monkeypatch.setattr(contenders, "unsupported_reason", lambda call: reason)
     x = make_inputs(T=5)
     found = contenders.backend_contenders(["sdpa", "triton"], x, True)
     for contender in found:
         contender.function(*contender.inputs, is_causal=True)
-    names = ["sdpa", "triton", "triton[one_pass]", "triton[plain]"]
-    assert [c.name for c in found] == (names if reason is None else names[:3])
-    kernel = "gluon" if reason is None else "triton, since too old"
-    assert found[1].facts == {"forward_kernel": kernel, "backward_kernel": kernel}
-    assert seen == [(None, None), (None, None), (True, None), (None, "0")][: len(found)]
-    assert gluon.SWITCH not in os.environ
+    names = ["sdpa", "triton", "triton[plain]"]
+    assert [c.name for c in found] == (names if reason is None else names[:2])
+    assert found[1].facts == {"kernels": "hopper" if reason is None else "triton, since too old"}
+    assert seen == [None, None, "0"][: len(found)]
+    assert SWITCH not in os.environ

@@ -10,7 +10,6 @@ from diff_transformer.bench.generation import ModelSetting
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.bench.throughput import ThroughputSetting
 from diff_transformer.durable import DiskError
-from diff_transformer.ops import triton
 
 
 @pytest.fixture
@@ -93,33 +92,3 @@ def test_refusals(arguments, message, monkeypatch, tmp_path):
     with pytest.raises(ValueError, match=message):
         run.run_bench(*arguments)
     assert not list(tmp_path.iterdir())
-
-
-def test_tune_shows_and_keeps_the_times_of_each_form(tmp_path, monkeypatch, capsys):
-    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
-    monkeypatch.setattr(triton, "unsupported_reason", lambda *device: "its interpreter is slow")
-    options = {"grid": "1x1x20x8n", "tune": True, "dtypes": (torch.float32,)}
-    record = run.run_bench("attention", tmp_path / "tune.json", **options)
-    forms = {(row["form"], row["kind"]): row for row in record["rows"]}
-    assert len(forms) == len(record["rows"]) == 4
-    for kind in ("forward", "both"):
-        ratios = [row["ratio"] for row in record["rows"] if row["kind"] == kind]
-        assert ratios[0] == 1.0
-        assert ratios[1] >= 1.0
-    printed = capsys.readouterr().out
-    assert 'On a CPU "auto" takes "blockwise".' in printed
-    assert "sdpa (cpu, both maps at once)" in printed
-    assert len(list((tmp_path / "fastest").glob("*.json"))) == 2
-    again = run.run_bench("attention", tmp_path / "again.json", **options)
-    assert {(row["form"], row["kind"]) for row in again["rows"]} == set(forms)
-    assert again["rows"] != record["rows"], "measured again"
-    assert len(list((tmp_path / "fastest").glob("*.json"))) == 2
-    monkeypatch.setenv("DIFF_TRANSFORMER_TUNE", "0")
-    with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 0, with which nothing is measured"):
-        run.run_bench("attention", tmp_path / "none.json", **options)
-    monkeypatch.setenv("DIFF_TRANSFORMER_TUNE", "yes")
-    with pytest.raises(ValueError, match="DIFF_TRANSFORMER_TUNE is 'yes'; give 0"):
-        run.run_bench("attention", tmp_path / "none.json", grid="1x1x20x8n")
-    assert not (tmp_path / "none.json").exists()
-    with pytest.raises(ValueError, match="tune times the forms of the benchmark 'attention', not of 'decode'"):
-        run.run_bench("decode", tune=True)

@@ -52,18 +52,17 @@ def test_gpu_table_has_ours_the_fastest_rival_and_both_baselines(modules, saved)
         attention_row("softmax[math]", "baseline", ms=9, sdpa="math"),
         attention_row("triton", ms=0.8),
         attention_row("triton[plain]", ms=1.2),
-        attention_row("triton[one_pass]", ms=0.7),
-        attention_row("triton[gluon]", ms=0.6),
+        attention_row("one call[flash]", "rival", ms=0.7, sdpa="flash"),
         attention_row("triton", length=2048),
         attention_row("triton", causal=False),
         attention_row("sdpa", ms=3.0),
         attention_row("FlashDiffAttn_1", "rival", ms=2.5, sdpa="efficient"),
         attention_row("FlashDiffAttn_2[cudnn]", "rival", ms=1.5, sdpa="cudnn"),
-        {"backend": "flash", "role": "backend", "gate": "skipped: not installed"},
+        {"backend": "sdpa", "role": "backend", "gate": "skipped: refused"},
     ]
     lines = modules[0].attention_gpu_table(saved(rows, GPU))
     assert [line.split(" | ")[1] for line in lines[2:-2]] == [
-        "triton", "triton[one_pass]", "FlashDiffAttn_2[cudnn]", "softmax (flash)", "softmax[cudnn]",
+        "triton", "FlashDiffAttn_2[cudnn]", "softmax (flash)", "softmax[cudnn]",
     ]  # fmt: skip
     assert lines[2] == (
         "| 4, 12, 4096, 128, bf16 | triton | 1.60 / 0.80 | 1.60 / 0.80 | 1.60 / 0.80 | 500, 500 | 63 %, 63 % |"
@@ -75,13 +74,12 @@ def test_gpu_table_has_ours_the_fastest_rival_and_both_baselines(modules, saved)
 def test_gpu_table_of_a_shape_at_which_triton_failed(modules, saved):
     rows = [
         attention_row("softmax", "baseline", sdpa="flash"),
-        attention_row("flash", ms=1.5),
         {**attention_row("triton"), "gate": "failed: out"},
     ]
     for kind in ("forward", "backward", "both"):
-        rows[2].pop(f"{kind}_ms")
+        rows[1].pop(f"{kind}_ms")
     lines = modules[0].attention_gpu_table(saved(rows, GPU))
-    assert [line.split(" | ")[1] for line in lines[2:-2]] == ["flash", "softmax (flash)"]
+    assert [line.split(" | ")[1] for line in lines[2:-2]] == ["softmax (flash)"]
 
 
 def test_decode_table(modules, saved):
@@ -94,7 +92,7 @@ def test_decode_table(modules, saved):
         {**operator, "backend": "softmax", "role": "baseline"},
         {**operator, "backend": "triton", "role": "backend"},
         {**operator, "backend": "triton", "role": "backend", "batch": 8, "ratio": 1.2},  # stands in the record
-        {"kind": "operator", "backend": "flash", "role": "backend", "gate": "skipped: no"},
+        {"kind": "operator", "backend": "sdpa", "role": "backend", "gate": "skipped: no"},
         {**pair, "side": "softmax", "tokens_per_second": 1000.0, "ratio": 1.0},
         {**pair, "side": "diff", "tokens_per_second": 1010.4, "ratio": 1.0104},
     ]

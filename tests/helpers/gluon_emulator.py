@@ -19,7 +19,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonJITFunction
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from diff_transformer.ops.gluon import pipeline
+from diff_transformer.ops.hopper import pipeline
 
 
 class Int(int):

@@ -12,24 +12,26 @@ from kernel_compiler import launched_faults
 from torch import Tensor
 
 from diff_transformer.ops.call import Call
+from diff_transformer.ops.hopper import support
 from diff_transformer.ops.masking import apply_masks, position_mask
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
+D = support.D
 SECONDS = 20.0  # limit of a launched kernel, which takes well under one
 # Odd lengths; fully masked rows (T > S); rows for one consumer only, and more key tiles than a ring has slots.
 PROBLEMS = ({"T": 300, "S": 333}, {"T": 150, "S": 63}, {"T": 40, "S": 1000})
 
 
-def check(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, kernels: str) -> None:
-    """Raise unless ``kernels``, "forward" or "two_pass", pass on PROBLEMS. After a fault the device may be lost."""
+def check(device: torch.device, dtype: torch.dtype, is_causal: bool, kernels: str) -> None:
+    """Raise unless ``kernels``, "forward" or "backward", pass on PROBLEMS. After a fault the device may be lost."""
     for lengths in PROBLEMS:
-        (compare if kernels == "forward" else compare_gradients)(device, D, dtype, is_causal, **lengths)
+        (compare if kernels == "forward" else compare_gradients)(device, dtype, is_causal, **lengths)
 
 
 @torch.no_grad()
-def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
+def compare(device: torch.device, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the kernel is right for one problem in each of its forms, with and without a gradient's results."""
-    from diff_transformer.ops.gluon.forward import plan_forward
+    from diff_transformer.ops.hopper.forward import plan_forward
     from diff_transformer.ops.triton.launching import run
 
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
@@ -52,9 +54,9 @@ def compare(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T
                 assert_within_budget(result, exact, eager, what=f"{name} (T {T}, S {S})")
 
 
-def compare_gradients(device: torch.device, D: int, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
+def compare_gradients(device: torch.device, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the gradient kernels are right for one problem in each of their forms."""
-    from diff_transformer.ops.gluon.backward import plan_backward, summed
+    from diff_transformer.ops.hopper.backward import plan_backward, summed
     from diff_transformer.ops.triton.launching import run
 
     scale = D**-0.5

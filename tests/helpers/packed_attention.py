@@ -1,4 +1,4 @@
-"""Stand-ins for the packed attention of PyTorch and of flash-attn, which run on GPUs only."""
+"""A stand-in for the packed attention of PyTorch, which runs on GPUs only."""
 
 import inspect
 from itertools import pairwise
@@ -47,14 +47,3 @@ def pytorch_varlen_attn(calls, grouped=True):
     kind = inspect.Parameter.KEYWORD_ONLY
     varlen_attn.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
     return varlen_attn
-
-
-def flash_attn_varlen_func(
-    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=None, causal=False,
-    window_size=(-1, -1),
-):  # fmt: skip
-    """As the function of the flash-attn package."""
-    assert cu_seqlens_q.diff().max() <= max_seqlen_q
-    assert cu_seqlens_k.diff().max() <= max_seqlen_k
-    window = (window_size[0], 0) if causal else window_size
-    return attention_of_documents(q, k, v, cu_seqlens_q, cu_seqlens_k, softmax_scale, window)

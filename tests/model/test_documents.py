@@ -11,8 +11,8 @@ from diff_transformer.model.heads import CORES, count_heads
 from diff_transformer.model.inputs import Packing, Visible, split_documents, take_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
-from diff_transformer.ops import softmax_calls
-from diff_transformer.ops.softmax_calls import packed_attention
+from diff_transformer.ops import sdpa
+from diff_transformer.ops.sdpa import packed_attention
 
 END = 0
 
@@ -137,7 +137,7 @@ def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen
 def test_the_baseline_repeats_where_algorithms_must_be_deterministic(monkeypatch, varlen):
     """The backward of PyTorch's packed attention does not: then each document is a call of its own."""
     calls = varlen()
-    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: ("flash", "efficient"))
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
     q = torch.randn(1, 2, 20, 8, dtype=torch.bfloat16)
     visible = Visible(None, True, None, Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13))
     outs = []

@@ -2,18 +2,17 @@
 
 import pytest
 import torch
-from torch.nn.attention import flex_attention as flex_module
 from transformers import AutoModelForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model import cores
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, check_implementation
 from diff_transformer.model.presets import preset
-from diff_transformer.ops import softmax_calls
 from diff_transformer.ops.backends import BACKENDS
+from diff_transformer.ops.sdpa import softmax_attention
 
 BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
-HERE = ["eager", "sdpa", "flex_attention", "diff_auto", "diff_reference", "diff_blockwise", "diff_sdpa", "diff_flex"]
+HERE = ["eager", "sdpa", "diff_auto", "diff_reference", "diff_blockwise", "diff_sdpa"]
 
 
 def make(attention="diff", **fields):
@@ -28,13 +27,6 @@ def padded():
     mask = torch.ones(2, 12, dtype=torch.long)
     mask[0, :4] = 0
     return ids, mask
-
-
-@pytest.fixture
-def flex_uncompiled(monkeypatch):
-    """FlexAttention's own eager form: the same rules without a minute of compilation."""
-    monkeypatch.setattr(flex_module, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
-    monkeypatch.setattr(softmax_calls, "compiled_flex_attention", lambda: flex_module.flex_attention)
 
 
 def used_backends(model, monkeypatch, *arguments, **options):
@@ -55,7 +47,6 @@ def used_backends(model, monkeypatch, *arguments, **options):
     return called
 
 
-@pytest.mark.usefixtures("flex_uncompiled")
 @BOTH
 @pytest.mark.parametrize("window", [None, 5])
 def test_every_implementation_gives_the_same_output(attention, window):
@@ -140,49 +131,15 @@ def test_unknown_names_are_refused(name, message, tmp_path):
     assert model.config._attn_implementation == DEFAULT
 
 
-def test_flash_attention_that_is_not_installed_is_named(monkeypatch):
-    monkeypatch.setattr(softmax_calls, "flash_package", lambda: None)
-    with pytest.raises(RuntimeError, match="'flash_attention_2' needs the flash-attn package, which is not installed"):
-        make().set_attn_implementation("flash_attention_2")
-
-
-def test_flash_attention_gets_causal_attention_of_both_sides(monkeypatch):
-    """A stand-in for the package with flash-attn's own signature and layout, [B, T, heads, d]."""
-
-    def flash_attn_func(q, k, v, softmax_scale, causal, window_size=(-1, -1)):
-        assert causal
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        q = q * softmax_scale * q.shape[-1] ** 0.5
-        return softmax_calls.softmax_attention(q, k, v, None, True, backend="eager").transpose(1, 2)
-
-    monkeypatch.setattr(softmax_calls, "flash_package", lambda: ("flash_attn", flash_attn_func))
-    monkeypatch.setattr(softmax_calls.Flash, "unsupported_reason", lambda device, dtype: None)
-    for attention in ("diff", "softmax"):
-        model, (ids, mask) = make(attention), padded()
-        expected = model(ids).logits
-        model.set_attn_implementation("flash_attention_2")
-        torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
-        with pytest.raises(RuntimeError, match="flash-attn takes no attn_mask"):
-            model(ids, attention_mask=mask)
-
-
 def test_every_backend_has_a_name():
     assert {f"diff_{name}" for name in BACKENDS} <= IMPLEMENTATIONS.keys()
-    assert {chosen.softmax for chosen in IMPLEMENTATIONS.values()} == {"sdpa", "eager", "flex", "flash"}
+    assert {chosen.softmax for chosen in IMPLEMENTATIONS.values()} == {"sdpa", "eager"}
     assert check_implementation(None) == DEFAULT
 
 
-@pytest.mark.usefixtures("flex_uncompiled")
-@pytest.mark.parametrize("backend", ["eager", "flex"])
-def test_softmax_backends_give_zero_to_rows_that_see_nothing(backend):
+def test_eager_softmax_attention_gives_zero_to_rows_that_see_nothing():
     q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
     mask = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
-    out = softmax_calls.softmax_attention(q, k, v, mask, False, backend=backend)
+    out = softmax_attention(q, k, v, mask, False, backend="eager")
     assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
     torch.testing.assert_close(out[:, :, 1], v[:, :, 0])
-
-
-def test_flex_on_the_cpu_refuses_gradients_of_softmax_attention():
-    q, k, v = torch.randn(3, 1, 2, 4, 8, requires_grad=True).unbind()
-    with pytest.raises(NotImplementedError, match="no gradients on the CPU"):
-        softmax_calls.softmax_attention(q, k, v, None, True, backend="flex")

@@ -302,30 +302,3 @@ def test_autocast_casts_as_sdpa_does(backend):
     gradients = torch.autograd.grad(out.float().square().sum(), x)
     assert {g.dtype for g in gradients} == {torch.float32}
     assert all(g.any() for g in gradients)
-
-
-FLEX = pytest.mark.skipif(
-    "flex" not in available_backends("cpu", torch.float32), reason="FlexAttention on the CPU needs a C++ compiler"
-)
-FLEX_FAST = ("blind rows, causal",)
-FLEX_SLOW = (
-    "causal 63 on 250",
-    "plain 63",
-    "causal 200 on 63",
-    "window 20",
-    "shared noise, grouped keys",
-    "mask per head, shared noise",
-    "bias",
-)
-
-
-@FLEX
-@pytest.mark.parametrize("case", [*FLEX_FAST, *(pytest.param(case, marks=pytest.mark.slow) for case in FLEX_SLOW)])
-def test_flex_forward(case):
-    sizes, options = CASES[case]
-    for dtype in (torch.float32, torch.bfloat16) if case in FLEX_SLOW else (torch.float32,):
-        inputs = make_inputs(**sizes, dtype=dtype)
-        with torch.no_grad():
-            out = diff_attention(*inputs, backend="flex", **options)
-            by_eager = None if dtype == torch.float32 else eager(*inputs, **options)
-        assert_within_budget(out, in_fp64(inputs, options)["out"], by_eager)

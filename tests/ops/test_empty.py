@@ -48,8 +48,6 @@ def test_dtypes_masks_and_shapes_of_lam(empty):
         assert_nothing(out, (*x.q1.shape[:3], 5), x)
     bias = torch.zeros(x.q1.shape[2], x.k1.shape[2], requires_grad=True)
     assert_nothing(diff_attention(*x, attn_mask=bias), (*x.q1.shape[:3], 5), (*x, bias))
-    with torch.no_grad():
-        assert not diff_attention(*x[:5], 0.5, backend="flex").any()
 
 
 @pytest.mark.parametrize("empty", EMPTY, ids=str)

@@ -1,12 +1,12 @@
-"""The plans over scaled_dot_product_attention: which one a call takes, what it passes on, and that each is right."""
+"""Calls of scaled_dot_product_attention: how values are cut for a kernel, what is passed on, and that it is right."""
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from diff_transformer.ops import reference, softmax_calls
-from diff_transformer.ops.call import check, of_list
-from diff_transformer.ops.softmax_calls import Sdpa, SdpaPlan
+from diff_transformer.ops import reference, sdpa, table
+from diff_transformer.ops.call import Call, check
+from diff_transformer.ops.sdpa import Plan
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 CUDA = {
@@ -27,16 +27,15 @@ def passed_on(monkeypatch):
         seen.append((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], enable_gqa))
         return q.new_empty(*q.shape[:3], v.shape[-1])
 
-    monkeypatch.setattr(softmax_calls, "scaled_dot_product_attention", attention)
+    monkeypatch.setattr(sdpa, "scaled_dot_product_attention", attention)
     return seen
 
 
 @pytest.mark.parametrize(
     ("gpu", "sizes", "options", "expected"),
     [
-        ("Ampere", {}, {}, [(8, 2, 128, 128, True)]),
-        ("Ampere", {"D": 128}, {}, [(8, 2, 256, 256, True)]),
-        ("Ampere", {"D": 96}, {}, [(8, 2, 192, 192, True)]),
+        ("Ampere", {}, {}, [(4, 2, 64, 64, True)] * 4),
+        ("Ampere", {"D": 128}, {}, [(4, 2, 128, 128, True)] * 4),
         ("Ampere", {"D": 104}, {}, [(4, 2, 104, 104, True)] * 4),
         ("Ampere", {"D": 192}, {}, [(4, 2, 192, 192, True)] * 4),
         ("Ampere", {"Dv": 64}, {}, [(4, 2, 64, 64, True)] * 2),
@@ -46,8 +45,8 @@ def passed_on(monkeypatch):
         ("Ampere", {"Dv": 64}, {"shared": True, "masked": True}, [(8, 8, 64, 64, False)]),
         ("Ampere", {}, {"window": 3}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"S": 12}, {"is_causal": True}, [(4, 4, 64, 128, False)] * 2),
-        ("Ampere", {"S": 12}, {}, [(8, 2, 128, 128, True)]),
-        ("Ampere", {"T": 1, "S": 12}, {"is_causal": True}, [(8, 2, 128, 128, True)]),
+        ("Ampere", {"S": 12}, {}, [(4, 2, 64, 64, True)] * 4),
+        ("Ampere", {"T": 1, "S": 12}, {"is_causal": True}, [(4, 2, 64, 64, True)] * 4),
         ("Ampere", {"T": 1, "S": 12}, {"window": 3}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"dtype": torch.float32}, {}, [(4, 4, 64, 128, False)] * 2),
         ("Ampere", {"dtype": torch.float64}, {}, [(4, 4, 64, 128, False)] * 2),
@@ -59,9 +58,9 @@ def passed_on(monkeypatch):
 )  # fmt: skip
 def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
     """The maps are never materialised: keys are shared only where the kernel reads shared keys in place."""
-    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: CUDA[gpu])
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: CUDA[gpu])
     for name in ("fully_masked_rows", "position_mask"):  # PyTorch without CUDA cannot index there
-        monkeypatch.setattr(softmax_calls, name, lambda *mask: None)
+        monkeypatch.setattr(sdpa, name, lambda *mask: None)
     with FakeTensorMode():
         T, S = sizes.get("T", 9), sizes.get("S", 9)
         D, Dv, dtype = sizes.get("D", 64), sizes.get("Dv"), sizes.get("dtype", torch.bfloat16)
@@ -69,11 +68,11 @@ def test_what_a_gpu_gets(monkeypatch, passed_on, gpu, sizes, options, expected):
             torch.empty(1, *size, D, dtype=dtype, device="cuda") for size in ((4, T), (4, T), (2, S), (2, S))
         )
         v = torch.empty(1, 2, S, Dv or 2 * D, dtype=dtype, device="cuda")
-        tensors = (q1, q2, k1, k1 if options.get("shared") else k2, v)
         mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if options.get("masked") else None
         lam = torch.empty(1, 4, T, 1, device="cuda")
         causal, window = options.get("is_causal", "window" in options), options.get("window")
-        out = Sdpa.attend(of_list(*tensors, lam, mask, causal, window, 0.125))
+        k2 = None if options.get("shared") else k2
+        out = sdpa.attend(Call(q1, q2, k1, k2, v, lam, None, mask, None, None, causal, window, 0.125))
     assert out.shape == (1, 4, T, v.shape[-1])
     assert passed_on == expected
 
@@ -92,7 +91,7 @@ def test_the_kernels_of_a_gpu(monkeypatch, capability, cudnn, expected):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     monkeypatch.setattr(torch.backends.cudnn, "version", lambda: cudnn)
-    assert softmax_calls.kernels_of("cuda", 0) == expected
+    assert sdpa.kernels_of("cuda", 0) == expected
 
 
 CALLS = {
@@ -108,24 +107,30 @@ CALLS = {
 
 @pytest.mark.parametrize("call", CALLS)
 @pytest.mark.parametrize("keys", ["two keys", "shared keys"])
-@pytest.mark.parametrize(
-    "plan", [(True, 1, 48), (True, 3, 16), (False, 1, 41), (False, 3, 16)], ids=["joined", "joined, parts", "1", "3"]
-)
-def test_every_plan_is_right(plan, keys, call):
-    """Output and every gradient in fp32; the kernel's name alone is the CPU's, so that grouped heads are copied."""
+@pytest.mark.parametrize("parts", [1, 3])
+def test_every_plan_is_right(monkeypatch, parts, keys, call):
     sizes, options = CALLS[call]
     x = make_inputs(**{"Dv": 32, **sizes})
     shared = keys == "shared keys"
     x = x._replace(k2=x.k1) if shared else x
-    joined, parts, width = plan
-    parts, width = (parts, x.v.shape[-1]) if parts == 1 else (parts, width)
+    monkeypatch.setattr(sdpa, "plan_of", lambda call: Plan("cpu", parts, x.v.shape[-1] if parts == 1 else 16))
     leaves = [x.q1, x.q2, x.k1, x.v, x.lam] if shared else list(x)
     results = []
-    for attend, variant in ((reference.attend, None), (Sdpa.attend, SdpaPlan("cpu", joined, parts, width))):
-        out = attend(check(*x, **options)._replace(variant=variant))
+    for backend in (reference, sdpa):
+        out = backend.attend(check(*x, **options))
         results.append((out, *torch.autograd.grad(out.square().sum(), leaves)))
     for exact, actual in zip(*results, strict=True):
         assert_within_budget(actual, exact)
+
+
+def test_gradients_on_a_gpu_repeat_where_they_must(monkeypatch):
+    """Flash and cuDNN add in any order."""
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: CUDA["Hopper"])
+    q = torch.empty(1, 1, 4, 64, dtype=torch.bfloat16)
+    call = Call(q, q, q, q, torch.cat([q, q], -1), q, gradients=("q1",))
+    assert sdpa.plan_of(call).kernel == "cudnn"
+    monkeypatch.setattr(sdpa, "must_repeat", lambda call: True)
+    assert sdpa.plan_of(call) == Plan("efficient", 1, 128)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
@@ -135,7 +140,7 @@ def test_a_mask_that_is_cast_keeps_finite_values_finite(dtype):
     mask = torch.zeros(1, 1, 4, 4, dtype=wide)
     mask[..., 0, :], mask[..., 1, :2] = torch.finfo(wide).min, float("-inf")
     q = torch.zeros(1, 1, 4, 8, dtype=dtype)
-    cast, _ = softmax_calls.mask_and_flag(4, 4, False, None, mask, None, q, True)
+    cast, _ = sdpa.mask_and_flag(4, 4, False, None, mask, None, q, True)
     assert cast.dtype == dtype
     assert torch.equal(cast == float("-inf"), mask == float("-inf"))
 
@@ -143,6 +148,29 @@ def test_a_mask_that_is_cast_keeps_finite_values_finite(dtype):
 def test_softmax_attention_compiles_with_symbolic_heads():
     """As a model has them that is compiled for a second batch size: their number is computed from it."""
     q, k = torch.randn(3, 4, 5, 8), torch.randn(3, 2, 5, 8)
-    expected = softmax_calls.softmax_attention(q, k, k, None, True)
-    compiled = torch.compile(softmax_calls.softmax_attention, fullgraph=True, dynamic=True, backend="eager")
+    expected = sdpa.softmax_attention(q, k, k, None, True)
+    compiled = torch.compile(sdpa.softmax_attention, fullgraph=True, dynamic=True, backend="eager")
     torch.testing.assert_close(compiled(q, k, k, None, True), expected)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        ({"T": 5}, {"T": 7}, {"T": 70}),
+        ({"T": 5, "S": 9}, {"T": 7, "S": 30}),
+        ({"H": 2}, {"H": 4}),
+        ({"D": 8}, {"D": 16}),
+    ],
+    ids=["length", "both lengths", "heads", "width"],
+)
+def test_sizes_that_vary_compile_to_one_graph(sizes):
+    """The second call makes the size symbolic; what is chosen by it must be a constant still."""
+
+    def attend(*x):
+        call = check(*x, is_causal=True, window=60)
+        return sdpa.attend(call), table.prefers_triton(call)
+
+    compiled = torch.compile(attend, backend="eager", fullgraph=True)
+    for size in sizes:
+        x = make_inputs(**{"B": 1, "H": 1, "D": 16} | size)
+        assert_within_budget(compiled(*x)[0], reference.attend(check(*x, is_causal=True, window=60)))

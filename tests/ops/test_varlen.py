@@ -4,12 +4,10 @@ from itertools import pairwise
 
 import pytest
 import torch
-from packed_attention import flash_attn_varlen_func
 
 from diff_transformer import diff_attention, diff_attention_varlen
-from diff_transformer.ops import softmax_calls
-from diff_transformer.ops.call import Documents, check
-from diff_transformer.ops.softmax_calls import Flash, Sdpa, SdpaPlan
+from diff_transformer.ops import sdpa
+from diff_transformer.ops.call import check
 from diff_transformer.ops.varlen import _is_new
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
@@ -167,45 +165,19 @@ def test_refused(case):
         attend(**({"x": X} | changes))
 
 
-PLANS = {
-    "both maps at once": SdpaPlan("flash", True, 1, 32),
-    "one map at a time": SdpaPlan("flash", False, 2, 16),
-}
-
-
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("grouped", [True, False], ids=["grouped heads", "repeated heads"])
-def test_all_documents_in_one_call_of_pytorch(varlen, plan, options, grouped):
+def test_all_documents_in_a_call_of_pytorch_for_each_map_and_half_of_the_values(varlen, options, grouped):
     calls, x = varlen(grouped), packed()
-    compare(x, all_at_once(Sdpa, x, options, plan), *document_by_document(x, **options))
-    assert len(calls) == (1 if plan.joined else 4)
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("equal_widths", [False, True], ids=["_1", "_2"])
-def test_all_documents_in_two_or_four_calls_of_flash_attn(monkeypatch, options, equal_widths):
-    calls, x = [], packed()
-    monkeypatch.setattr(softmax_calls, "flash_parts", lambda call: (2, 16) if equal_widths else (1, 32))
-
-    def function(q, k, v, *ends, **given):
-        calls.append(v.shape)
-        return flash_attn_varlen_func(q, k, v, *ends, **given)
-
-    monkeypatch.setattr(softmax_calls, "varlen_function", lambda: function)
-    compare(x, all_at_once(Flash, x, options), *document_by_document(x, **options))
-    assert [shape[-1] for shape in calls] == ([16] * 4 if equal_widths else [32] * 2)
-
-
-def all_at_once(backend, x, options, variant=None):
     call = check(*(y.transpose(0, 1)[None] for y in x), **options)
-    documents = Documents(ends(ENDS_Q), ends(ENDS_K), 33, 40)
-    return backend.attend(call._replace(documents=documents, variant=variant))[0].transpose(0, 1)
+    call = call._replace(cu_seqlens_q=ends(ENDS_Q), cu_seqlens_k=ends(ENDS_K), max_seqlen_q=33, max_seqlen_k=40)
+    compare(x, sdpa.attend(call)[0].transpose(0, 1), *document_by_document(x, **options))
+    assert len(calls) == 4
 
 
 def test_a_named_backend_that_can_takes_all_documents_at_once(monkeypatch, varlen):
     calls = varlen()
-    monkeypatch.setattr(softmax_calls, "kernels_of", lambda *device: ("flash", "efficient"))
+    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
     x = packed(torch.bfloat16)
     out = attend(x, "sdpa", is_causal=True)
@@ -214,7 +186,7 @@ def test_a_named_backend_that_can_takes_all_documents_at_once(monkeypatch, varle
     assert_within_budget(out, exact, attend(x, "reference", is_causal=True))
     shared = x._replace(k2=x.k1)
     attend(shared, "sdpa", is_causal=True)
-    assert len(calls) == 6
+    assert len(calls) == 6, "one call for both maps"
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
     assert attend(x, "sdpa", is_causal=True).shape == out.shape
     assert len(calls) == 6, "its backward does not repeat"

@@ -70,8 +70,7 @@ def run_attention_benchmark(
     ..._share of the measured matrix product; ratios over every other baseline; peak_bytes of forward + backward.
 
     Args:
-        backends: our backends, by default all available ones. The reference is left out beyond a length of 1024, and
-            FlexAttention has no backward pass on the CPU.
+        backends: our backends, by default all available ones. The reference is left out beyond a length of 1024.
         kernels: SDPA's kernels for softmax attention ("flash", "cudnn", "efficient", "math"); by default all of them
             on CUDA, and SDPA's own choice on the CPU.
         with_rivals: also time FlashDiffAttn_1 and _2 on the same kernels; by default on CUDA only.
@@ -144,7 +143,7 @@ def measure(
             yield {**first_fields(c, gate), "gate": verdicts[c.name]}
             raise DeviceLost(f"{c.name} at {shape} in {dtype}: {verdicts[c.name]}")
     timed = [c for c in contenders if is_timed(c.role, verdicts[c.name])]
-    peaks = {c.name: peak_memory(calls(c)["both" if c.backward else "forward"], gate.device) for c in timed}
+    peaks = {c.name: peak_memory(calls(c)["both"], gate.device) for c in timed}
     runs = {(c.name, kind): run for c in timed for kind, run in calls(c, retain=True).items()}
     times = interleaved_times(runs, repeats, gate.device, seconds=seconds_each)
     del runs  # and with them the retained graphs
@@ -180,8 +179,8 @@ def verdict(contender: Contender, gate: Gate) -> str:
     """The row's field "gate"."""
     return run_gate(
         contender.role,
-        lambda: calls(contender)["both" if contender.backward else "forward"](),
-        lambda: gate.check(contender.function, contender.backward),
+        calls(contender)["both"],
+        lambda: gate.check(contender.function),
     )
 
 
@@ -222,8 +221,6 @@ def calls(contender: Contender, retain: bool = False) -> dict[str, Callable[[], 
         with torch.no_grad():
             attend()
 
-    if not contender.backward:
-        return {"forward": forward}
     q, v = contender.inputs[0], contender.values
     gradient = torch.randn(*q.shape[:3], v.shape[3], device=q.device).to(v.dtype)
 

@@ -1,6 +1,6 @@
 """Contenders of the operator's benchmark, and the correctness gate that they must pass.
 
-Contenders are the operator's backends, softmax attention with twice the heads, and FlashDiffAttn over SDPA. SDPA has
+Contenders are the operator's backends, softmax attention with twice the heads, and FlashDiffAttn over SDPA, which has
 several kernels and picks one by device. The default is named by the kernel that ran, and every other kernel takes part
 under its own name: softmax[cudnn], FlashDiffAttn_2[flash].
 """
@@ -8,7 +8,7 @@ under its own name: softmax[cudnn], FlashDiffAttn_2[flash].
 import os
 import warnings
 from collections.abc import Callable, Generator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -19,14 +19,13 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from diff_transformer.bench.record import free_memory
 from diff_transformer.bench.shapes import SHORTER, Shape
-from diff_transformer.ops import diff_attention, gluon
+from diff_transformer.ops import diff_attention
 from diff_transformer.ops.call import check
-from diff_transformer.ops.softmax_calls import Sdpa, SdpaPlan, flash_package, flash_parts, plans
+from diff_transformer.ops.hopper.support import SWITCH, unsupported_reason
 from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs
 
 BASELINE = "softmax"
 RIVAL = "FlashDiffAttn"
-JOINED = "one call"
 KERNELS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -48,7 +47,6 @@ class Contender:
     function: Callable[..., Tensor]
     inputs: tuple[Tensor, ...]  # q, k, v of the baseline; q1, q2, k1, k2, v, lam of all others
     is_causal: bool = True
-    backward: bool = True
     facts: dict = field(default_factory=dict)  # further fields of its rows
 
     @property
@@ -93,16 +91,6 @@ def flash_diff_attention(form: int, kernel: str | None) -> Callable[..., Tensor]
     return function
 
 
-def one_call(plan: SdpaPlan) -> Callable[..., Tensor]:
-    """Both maps in one call of SDPA, with keys [k1|k2] and queries [q1|0] and [0|q2]."""
-
-    def function(q1, q2, k1, k2, v, lam, *, is_causal: bool = False) -> Tensor:
-        call = check(q1, q2, k1, k2, v, lam, is_causal=is_causal)
-        return Sdpa.attend(call._replace(variant=plan), strict=True)
-
-    return function
-
-
 def default_kernel(q: Tensor, k: Tensor, v: Tensor, is_causal: bool, enable_gqa: bool = False) -> str:
     """Name of the kernel that SDPA chooses for these tensors."""
     chosen = torch._fused_sdp_choice(q, k, v, is_causal=is_causal, enable_gqa=enable_gqa)
@@ -120,12 +108,8 @@ def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list
 
 
 def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
-    """FlashDiffAttn_1 and _2 on SDPA's choice and on each of the other ``kernels``; both maps in one call of these."""
+    """FlashDiffAttn_1 and _2 on SDPA's choice and on each of the other ``kernels``."""
     found = []
-    for plan in plans(check(*x, is_causal=is_causal)):
-        if plan.joined and plan.kernel in kernels:
-            name, facts = named(JOINED, plan.kernel), {"sdpa": plan.kernel}
-            found.append(Contender(name, "rival", one_call(plan), tuple(x), is_causal, facts=facts))
     for form in (1, 2):
         chosen = default_kernel(x.q1, x.k1, x.v.chunk(form, dim=-1)[0], is_causal)
         for k in (None, *(k for k in kernels if k not in (chosen, "math"))):
@@ -134,63 +118,43 @@ def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
     return found
 
 
+def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Contender]:
+    """All of ``names``. Where the Hopper kernels run, "triton" also takes part without them."""
+    found = []
+    for name in names:
+        found.append(backend_contender(name, x, is_causal))
+        if found[-1].facts.get("kernels") == "hopper":
+            found.append(backend_contender(name, x, is_causal, "plain"))
+    return found
+
+
 def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None = None) -> Contender:
-    """One of our backends, or a ``variant`` of "triton". FlexAttention has no backward pass on the CPU."""
+    """One of the operator's backends, or a variant of "triton": "plain", without the Hopper kernels."""
 
     def function(q1, q2, k1, k2, v, lam, *, is_causal: bool) -> Tensor:
         with VARIANTS[variant]():
             return diff_attention(q1, q2, k1, k2, v, lam, is_causal=is_causal, backend=name)
 
     facts = {}
-    if name == "flash":
-        package = flash_package()
-        if package is not None:
-            facts = {"form": min(2, flash_parts(check(*x))[0]), "package": package[0]}
-    if name == "triton" and variant != "plain":
-        reasons = gluon_unsupported_reasons(x, is_causal, one_pass=variant == "one_pass")
-        facts = {what: "gluon" if reason is None else f"triton, since {reason}" for what, reason in reasons.items()}
-    backward = not (name == "flex" and x.q1.device.type == "cpu")
-    return Contender(named(name, variant), "backend", function, tuple(x), is_causal, backward, facts)
-
-
-def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Contender]:
-    """All of ``names``. "triton" also takes part with the one-pass backward and, where Gluon ran, without Gluon."""
-    found = []
-    for name in names:
-        found.append(backend_contender(name, x, is_causal))
-        if name == "triton":
-            found.append(backend_contender(name, x, is_causal, "one_pass"))
-            if "gluon" in found[-2].facts.values():
-                found.append(backend_contender(name, x, is_causal, "plain"))
-    return found
-
-
-def gluon_unsupported_reasons(x: Inputs, is_causal: bool, one_pass: bool) -> dict[str, str | None]:
-    """Why the Triton backend does not use its Gluon kernels here, by direction; None where it does."""
-    call = check(*x, is_causal=is_causal)
-    backward = gluon.unsupported_backward_reason(call, one_pass)
-    return {"forward_kernel": gluon.unsupported_reason(call), "backward_kernel": backward}
-
-
-def _one_pass() -> AbstractContextManager:
-    from diff_transformer.ops.triton import backward_form
-
-    return backward_form("one_pass")
+    if name == "triton" and variant is None:
+        reason = unsupported_reason(check(*x, is_causal=is_causal))
+        facts = {"kernels": "hopper" if reason is None else f"triton, since {reason}"}
+    return Contender(named(name, variant), "backend", function, tuple(x), is_causal, facts)
 
 
 @contextmanager
-def _without_gluon() -> Generator[None]:
-    before = os.environ.get(gluon.SWITCH)
-    os.environ[gluon.SWITCH] = "0"
+def _without_hopper() -> Generator[None]:
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
     try:
         yield
     finally:
-        os.environ.pop(gluon.SWITCH)
+        os.environ.pop(SWITCH)
         if before is not None:
-            os.environ[gluon.SWITCH] = before
+            os.environ[SWITCH] = before
 
 
-VARIANTS = {None: nullcontext, "one_pass": _one_pass, "plain": _without_gluon}
+VARIANTS = {None: nullcontext, "plain": _without_hopper}
 
 
 def named(name: str, kernel: str | None) -> str:
@@ -246,10 +210,9 @@ class Gate:
     def __init__(self, shape: Shape, dtype: torch.dtype, device: str):
         self.shape, self.dtype, self.device = shape, dtype, device
 
-    def check(self, function: Function, backward: bool = True) -> None:
+    def check(self, function: Function) -> None:
         """Raise AssertionError, with the numbers, unless ``function`` is within the numerics budget."""
-        with torch.set_grad_enabled(backward):
-            actual = self._with_gradients(function, self.short)
+        actual = self._with_gradients(function, self.short)
         for name in actual:
             assert_within_budget(actual[name], *self._expected[name], what=name)
         with torch.no_grad():
@@ -290,8 +253,6 @@ class Gate:
 
     def _with_gradients(self, function: Function, x: Inputs) -> dict[str, Tensor]:
         out = function(*x, is_causal=self.shape.causal)
-        if not out.requires_grad:
-            return {"out": out}
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(4)).to(out.device, x.v.dtype)
         names = (f"gradient of {name}" for name in x._fields)
         return {"out": out} | dict(zip(names, torch.autograd.grad(out, x, dout.to(out.dtype)), strict=True))

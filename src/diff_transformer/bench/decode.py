@@ -273,5 +273,5 @@ def timed_fields(caches: Caches, times: Times, copy_gb_per_s: float) -> dict:
 
 
 def default_backends(device: str, dtype: torch.dtype) -> list[str]:
-    """Available backends without the reference and FlexAttention, which recompiles for each length."""
-    return [name for name in available_backends(device, dtype) if name not in ("reference", "flex")]
+    """Available backends without the reference."""
+    return [name for name in available_backends(device, dtype) if name != "reference"]

@@ -11,8 +11,6 @@ import torch
 from diff_transformer.bench.shapes import default_grid, parse_shapes
 from diff_transformer.checks import require_known
 from diff_transformer.durable import require_writable
-from diff_transformer.ops import available_backends
-from diff_transformer.ops.measuring import tuning
 
 BENCHMARKS = ("attention", "decode", "throughput", "step")
 
@@ -24,45 +22,36 @@ def run_bench(
     device: str = "cpu",
     grid: str | None = None,
     *,
-    tune: bool = False,
     overwrite: bool = False,
     **options: Any,
 ) -> dict:
     """Run benchmark ``name``, one of ``BENCHMARKS``, print a table, return the record.
 
     The record is written after every row, to ``out`` or to a new file in runs/bench. The default grid of "attention"
-    takes a few minutes on two cores. The full grid (lengths 512 to 8192, widths 32 to 128) takes most of an hour. On
-    the CPU the default grid leaves FlexAttention out, because its compilation would take most of the time.
+    takes a few minutes on two cores. The full grid (lengths 512 to 8192, widths 32 to 128) takes most of an hour.
 
     Args:
         grid: shapes of "attention" to time instead: "1x4x2048x64,..." is batch x heads x length x width, with a final n
             for attention without the causal mask.
-        tune: time the forms among which backend="auto" chooses (``tune_attention``) instead of "attention".
         overwrite: replace ``out`` if it exists.
         options: further arguments of ``run_attention_benchmark`` and the other runners (repeats, backends, ...).
 
     Raises:
-        ValueError: for an unknown name or device, a malformed grid, or a bad value of DIFF_TRANSFORMER_TUNE.
+        ValueError: for an unknown name or device, or a malformed grid.
         FileExistsError: before anything runs, if ``out`` exists and ``overwrite`` is False.
         DiskError: if the folder of ``out`` is not writable.
     """
     require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":
         raise ValueError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
-    if tune and name != "attention":
-        raise ValueError(f"tune times the forms of the benchmark 'attention', not of {name!r}; leave one of them out")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {device!r}, and PyTorch sees no CUDA device here; give device='cpu'")
     if grid is not None:
         parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
-    tuning()  # a bad value would only fail one row after the other
     require_writable(out.parent)
     if out.exists() and not overwrite:
         raise FileExistsError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
-    name = "tune" if tune else name
-    if tune and torch.device(device).type == "cpu":
-        print('On a CPU "auto" takes "blockwise". These are the forms of "sdpa".')
     with live_table(name) as show:
         record = _run(name, full, device, grid, {**options, "out": out, "on_row": show})
     print_failures(record)
@@ -78,15 +67,7 @@ def _run(name: str, full: bool, device: str, grid: str | None, options: dict) ->
         shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
         if cuda:
             options = {"dtypes": (torch.bfloat16,), "repeats": 20, "seconds_each": 0.5, **options}
-        elif not full and "backends" not in options:
-            options["backends"] = [n for n in available_backends(device, torch.bfloat16) if n != "flex"]
         return run_attention_benchmark(shapes, device=device, **options)
-    if name == "tune":
-        from diff_transformer.bench.tune import tune_attention
-
-        shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
-        options = {"dtypes": (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16), **options}
-        return tune_attention(shapes, device=device, **options)
     if name == "decode":
         from diff_transformer.bench import decode, generation
 
@@ -106,14 +87,12 @@ def _run(name: str, full: bool, device: str, grid: str | None, options: dict) ->
 
 TITLES = {
     "attention": "time over that of softmax attention with twice the heads",
-    "tune": "forms of a call, the fastest first",
     "decode": "one query over a cache; time over that of softmax attention with twice the heads",
     "throughput": "tokens a second, and over the Transformer's",
     "step": "a training step, and where its time goes",
 }
 COLUMNS = {
     "attention": ("who", "", "B, h, N, d", "fwd", "bwd", "both", "ms", "peak", "MB"),
-    "tune": ("form", "", "B, h, N, d", "kind", "ms", "over fastest"),
     "decode": ("who", "", "B, h/g, S, d", "ratio", "us", "GB/s", "copy", "tokens/s"),
     "throughput": ("who", "", "B, N, layers", "fwd+bwd", "ratio", "MFU", "prefill", "ratio", "MFU"),
     "step": (
@@ -166,18 +145,16 @@ def live_table(name: str) -> Generator[Callable[[dict], None]]:
 
 def cells(name: str, row: dict) -> list[str]:
     """The cells of a row, as text."""
-    make = {"attention": _attention, "tune": _tune, "decode": _decode, "throughput": _throughput, "step": _step}[name]
+    make = {"attention": _attention, "decode": _decode, "throughput": _throughput, "step": _step}[name]
     return make(row)
 
 
 def print_failures(record: dict) -> None:
-    """Print the full messages of failed and skipped gates, and what was left out."""
+    """Print the full messages of failed and skipped gates."""
     for row in record["rows"]:
         if row.get("gate", "").startswith(("failed", "skipped")):
             size = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "cache", "width") if k in row)
             print(f"{row['backend']} {row['dtype']} {size}: {row['gate']}")
-        if "left_out" in row:
-            print(f"{row['form']} left out: {row['left_out']}")
     if "unfinished" in record:
         print(record["unfinished"])
 
@@ -190,12 +167,6 @@ def _attention(row: dict) -> list[str]:
     ratios = [_number(row, f"{kind}_ratio", 2) for kind in ("forward", "backward", "both")]
     ms = _number(row, "both_ms" if "both_ms" in row else "forward_ms", 2)
     return [*first, *ratios, ms, _percent(row, "both_share"), f"{row['peak_bytes'] / 2**20:.0f}"]
-
-
-def _tune(row: dict) -> list[str]:
-    shape = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "width"))
-    first = [row["form"], DTYPES[row["dtype"]], shape + ("" if row["causal"] else " full"), row["kind"]]
-    return [*first, *(["left out"] if "left_out" in row else [_number(row, "ms", 3), _number(row, "ratio", 2)])]
 
 
 def _decode(row: dict) -> list[str]:

@@ -178,18 +178,12 @@ def bench(
     grid: Annotated[
         str | None, typer.Option(help="Shapes for attention, batch x heads x length x width: 1x4x2048x64,...")
     ] = None,
-    tune: Annotated[
-        bool,
-        typer.Option(
-            "--tune", help="For attention on a GPU: time the kernel variants of backend=auto, and keep the best."
-        ),
-    ] = False,
 ):
     """Time the operator and the models against matched softmax attention, after a check of correctness."""
     from diff_transformer.bench.run import run_bench
 
     computing()
-    run_bench(name, out, full, device, grid, tune=tune)
+    run_bench(name, out, full, device, grid)
 
 
 @app.command()

@@ -17,7 +17,7 @@ from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLamb
 from diff_transformer.model.layers import RMSNorm
 from diff_transformer.ops.api import can_decode, decode_heads, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
-from diff_transformer.ops.softmax_calls import packed_attention, packs, softmax_attention
+from diff_transformer.ops.sdpa import packed_attention, packs, softmax_attention
 from diff_transformer.ops.varlen import diff_attention_varlen
 
 Part = TypeVar("Part", bound=nn.Module)
@@ -49,7 +49,7 @@ class AttentionCore(nn.Module):
     ):
         super().__init__()
         if variant.maps == 1:
-            backend = "eager" if backend in ("reference", "eager") else backend if backend == "flex" else "sdpa"
+            backend = "eager" if backend in ("reference", "eager") else "sdpa"
         self.variant, self.backend, self.window = variant, backend, window
         start, norm_init = variant.lambda_init, variant.head_norm_init
         start = lambda_init(layer_index, variant.lambda_depth_offset) if start == "depth" else float(start)
@@ -166,7 +166,7 @@ class AttentionCore(nn.Module):
             out = diff_attention_varlen(*rows, lam, *limits, is_causal=causal, window=window, backend=backend)
             return _gated(out, gate)
         rows = [concatenate_rows(x) for x in (q, k, v)]
-        if backend in ("sdpa", "flash") and packs(q):
+        if backend == "sdpa" and packs(q):
             return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), gate)
         alone = visible._replace(documents=None)
         sizes, sizes_k = bounds.diff().tolist(), bounds_k.diff().tolist()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 from diff_transformer.checks import did_you_mean, require_known
 from diff_transformer.model.heads import CORES
-from diff_transformer.ops import softmax_calls
 from diff_transformer.ops.backends import BACKENDS
 
 DEFAULT = "diff_auto"
@@ -25,10 +24,6 @@ IMPLEMENTATIONS = {
     DEFAULT: Implementation(None, "sdpa"),
     "eager": Implementation("reference", "eager"),
     "sdpa": Implementation("sdpa", "sdpa"),
-    "flex_attention": Implementation("flex", "flex"),
-    "flash_attention_2": Implementation("flash", "flash"),
-    "flash_attention_3": Implementation("flash", "flash"),
-    "flash_attention_4": Implementation("flash", "flash"),
     **{f"diff_{name}": Implementation(name, "sdpa") for name in BACKENDS},
 }
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name.startswith("diff_"))
@@ -47,7 +42,7 @@ def check_implementation(name: str | None) -> str:
     """The name that the configuration keeps; None means the default.
 
     Raises:
-        ValueError: for a name that is not in ``IMPLEMENTATIONS``. RuntimeError: if flash-attn is not installed.
+        ValueError: for a name that is not in ``IMPLEMENTATIONS``.
     """
     if not isinstance(name, str | None) or _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
         hint = did_you_mean(str(name), IMPLEMENTATIONS)
@@ -58,13 +53,7 @@ def check_implementation(name: str | None) -> str:
             f'Specified `attn_implementation="{name}"` is not supported. The only possible arguments are '
             f'`attn_implementation="eager"`, {others}{hint}'
         )
-    name = DEFAULT if name is None else name
-    if implementation(name).softmax == "flash" and softmax_calls.flash_package() is None:
-        raise RuntimeError(
-            f"attn_implementation={name!r} needs the flash-attn package, which is not installed; install it, or take "
-            "'sdpa', or 'diff_triton' for kernels that come with this package"
-        )
-    return name
+    return DEFAULT if name is None else name
 
 
 def implementation(name: str | None) -> Implementation:

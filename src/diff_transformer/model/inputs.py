@@ -102,8 +102,7 @@ def _key_mask(config, queries: int, attention_mask: Tensor | None, cache, in_use
 class _BooleanMasks:
     """A view of a configuration that makes transformers' mask functions return SDPA's masks.
 
-    All backends of this package take these. Under their own names "eager" would get an additive mask, "flex_attention"
-    a BlockMask and "flash_attention_2" a padding mask.
+    All backends of this package take these. Under its own name "eager" would get an additive mask.
     """
 
     _attn_implementation = "sdpa"

@@ -92,7 +92,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["DecoderLayer"]  # noqa: RUF012
     _skip_keys_device_placement = ["past_key_values", "cache"]  # noqa: RUF012
     _supports_sdpa = True
-    _supports_flex_attn = True
+    _supports_flex_attn = False
     _supports_flash_attn = False
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
@@ -261,14 +261,14 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
 
         Positions that restart describe documents too. Except for ``"dint"``, ``visible_of`` makes a complete mask of
-        them where documents cannot be used: with a cache or maps, in a traced graph, where positions cannot be read,
-        and for FlexAttention, which would be compiled for each length.
+        them where documents cannot be used: with a cache or maps, and in a traced graph, where positions cannot be
+        read.
         """
         documents = take_documents(kwargs)
         if documents is not None or attention_mask is not None or cache is not None or position_ids is None:
             return documents
         maps = kwargs["output_attentions"] or kwargs.get("output_attention_parts")
-        by_mask = use_cache or maps or traced() or attention_backend(self.config) == "flex"
+        by_mask = use_cache or maps or traced()
         if (self.config.attention == "dint" or not by_mask) and restarts(position_ids):
             return documents_at(position_ids, batch)
         return None

@@ -1,8 +1,5 @@
 """The operator: public functions (api.py, decode.py, varlen.py), and one file or folder for each backend."""
 
-import sys
-
-from diff_transformer.ops import api, cpu
 from diff_transformer.ops.api import diff_attention, diff_attention_maps
 from diff_transformer.ops.backends import available_backends
 from diff_transformer.ops.decode import diff_attention_decode
@@ -17,6 +14,3 @@ __all__ = [
     "diff_attention_maps",
     "diff_attention_varlen",
 ]
-
-# Former module paths. Modules of these names would, once imported, take the place of the function.
-sys.modules[f"{__name__}.diff_attention"], sys.modules[f"{__name__}.blockwise"] = api, cpu

@@ -47,7 +47,7 @@ def diff_attention(
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.
         scale: factor of the scores, D ** -0.5 by default.
         backend: "auto" or one of ``available_backends``. A named backend never falls back to another. On a GPU "auto"
-            takes what records or ``bench attention --tune`` found to be the fastest (ops/table.py).
+            takes what records say is the fastest (ops/table.py).
 
     Returns:
         [B, H, T, Dv] in the dtype of v. A fully masked row is 0, and so are its gradients. B, T and S may be 0. Under

@@ -20,17 +20,11 @@ from diff_transformer.ops.arguments import (
 )
 
 
-class Documents(NamedTuple):
-    """Packed documents: B is 1, and T and S count the rows of all documents."""
-
-    cu_seqlens_q: Tensor  # [documents + 1], int32: where the queries of each document begin, and their total
-    cu_seqlens_k: Tensor  # the same for keys
-    max_seqlen_q: int = 0  # of the longest document, or more; kernels do without
-    max_seqlen_k: int = 0
-
-
 class Call(NamedTuple):
-    """What every backend's ``attend`` takes."""
+    """What every backend's ``attend`` takes. Custom operators take the first ``OPERANDS`` fields, in this order.
+
+    Packed documents: B is 1, and T and S count the rows of all documents.
+    """
 
     q1: Tensor  # [B, H, T, D]
     q2: Tensor  # [B, Hn, T, D]
@@ -38,20 +32,29 @@ class Call(NamedTuple):
     k2: Tensor | None  # [B, G, S, D]; None where it is k1
     v: Tensor  # [B, G, S, Dv]
     lam: Tensor  # [B, H, T, 1], fp32 (fp64 for fp64 inputs); a view, often with strides of 0
-    scale: float
+    first: Tensor | None = None  # weight of the first map, like lam; None for 1
+    attn_mask: Tensor | None = None  # [B|1, H|1, T|1, S|1], boolean or additive
+    cu_seqlens_q: Tensor | None = None  # [documents + 1], int32: where the queries of each begin, and their total
+    cu_seqlens_k: Tensor | None = None  # the same for keys
     is_causal: bool = False  # aligned to the lower right corner
     window: int | None = None
-    attn_mask: Tensor | None = None  # [B|1, H|1, T|1, S|1], boolean or additive
-    documents: Documents | None = None
+    scale: float = 1.0
+    max_seqlen_q: int = 0  # of the longest document, or more
+    max_seqlen_k: int = 0
     gradients: tuple[str, ...] = ()  # names of the inputs whose gradients are needed
     backend: str = "auto"  # as given; after ``resolve`` the one that computes
-    variant: Any = None  # of the backend; None for its own default
-    first: Tensor | None = None  # weight of the first map, as lam; None for 1
 
     @property
     def inputs(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
         """q1, q2, k1, k2, v and lam, with k1 for k2 where k2 is None."""
         return self.q1, self.q2, self.k1, self.k1 if self.k2 is None else self.k2, self.v, self.lam
+
+    @property
+    def documents(self) -> tuple[Tensor, Tensor, int, int] | None:
+        """Where packed documents begin and the lengths of the longest, of queries and keys; None without documents."""
+        if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
+            return None
+        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
 
     def grid(
         self, rows: Literal["queries", "keys"], block: int, placeholder: Tensor
@@ -71,6 +74,7 @@ class Call(NamedTuple):
         return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents[:2])
 
 
+OPERANDS = Call._fields.index("max_seqlen_q")
 _AT = {name: i for i, name in enumerate(Call._fields)}
 
 
@@ -83,7 +87,7 @@ def replace(call: Call, **changes: Any) -> Call:
 
 
 def check(
-    q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, backend="auto"
+    q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, backend="auto", first=None
 ) -> Call:  # fmt: skip
     """The call of these arguments, cast as autocast wants it; raises what ``diff_attention`` documents."""
     is_causal = flag("is_causal", is_causal)
@@ -94,20 +98,13 @@ def check(
     window, scale = check_options(is_causal, window, scale, (T, S), D)
     lam = lam_for_every_row(lam, q1)
     attn_mask = four_dimensional_mask(attn_mask, q1, S)
-    return of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend=backend)
-
-
-def of_list(
-    q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents: Documents | None = None, backend="auto",
-    first=None,
-) -> Call:  # fmt: skip
-    """A call from its checked parts, as custom operators get them, and as earlier builds' exported checkpoints do."""
     gradients: tuple[str, ...] = ()
     if torch.is_grad_enabled():
         given = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask, "first": first}
         gradients = tuple([name for name, x in given.items() if x is not None and x.requires_grad])
     k2 = None if k2 is k1 else k2
-    return Call(q1, q2, k1, k2, v, lam, scale, is_causal, window, attn_mask, documents, gradients, backend, first=first)
+    options = is_causal, window, scale
+    return Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, *options, gradients=gradients, backend=backend)
 
 
 def in_dtype(call: Call, dtype: torch.dtype) -> Call:

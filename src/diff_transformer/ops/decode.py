@@ -10,7 +10,7 @@ from torch import Tensor
 from diff_transformer.ops import triton
 from diff_transformer.ops.arguments import active_transform, autocast_off, exporting, traced
 from diff_transformer.ops.backends import BACKENDS, resolve
-from diff_transformer.ops.call import Call, check, is_empty, replace, with_keys, zeros
+from diff_transformer.ops.call import OPERANDS, Call, check, is_empty, replace, with_keys, zeros
 from diff_transformer.ops.masking import one_mask
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
@@ -72,13 +72,12 @@ def diff_attention_decode(
         if reason is None:
             from diff_transformer.ops.triton.decode import attend_decode
 
-            options = call.attn_mask, call.is_causal, call.window, call.scale
-            return attend_decode(*call.inputs, *options, lengths=lengths)
+            return attend_decode(*call[:OPERANDS], lengths=lengths)
     resolved = resolve(call)
     if lengths is None or is_empty(call):
         return _attend(resolved)
     S = call.k1.shape[2]
-    if resolved.backend != "flex" and _can_be_read(lengths):  # "flex" would be compiled for each length
+    if _can_be_read(lengths):
         used = [min(max(0, n), S) for n in lengths.tolist()]
         if (
             min(used) == max(used)
@@ -152,7 +151,7 @@ def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
 
 def _kernel_unsupported_reason(call: Call) -> str | None:
     """Why the decoding kernel does not support the call, or None."""
-    reason = triton.unsupported_reason(call.q1.device, call.q1.dtype)
+    reason = triton.unsupported_reason(call)
     if reason is not None:
         return reason
     if call.gradients:

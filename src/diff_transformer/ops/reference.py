@@ -44,6 +44,11 @@ def maps(call: Call) -> DiffMaps:
     return DiffMaps(first, second, first - call.lam * second)
 
 
+def unsupported_reason(call: Call) -> str | None:
+    """Why the backend cannot compute this call, or None: it takes one document at a time."""
+    return None if call.documents is None else "the reference takes no packed documents"
+
+
 def attend(call: Call) -> Tensor:
     """(first - lam * second) v, [B, H, T, Dv] in the dtype of v."""
     difference, v = maps(call).difference, call.v

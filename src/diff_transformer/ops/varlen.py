@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from diff_transformer.ops.arguments import autocast_off, broadcasts, integer
-from diff_transformer.ops.backends import BACKENDS, resolve, takes_packed
-from diff_transformer.ops.call import Call, Documents, check, is_empty, replace, zeros
+from diff_transformer.ops.backends import BACKENDS, resolve
+from diff_transformer.ops.call import Call, check, is_empty, replace, zeros
 
 # (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
 # it.
@@ -38,7 +38,7 @@ def diff_attention_varlen(
 ) -> Tensor:
     """``diff_attention`` within each of several packed documents.
 
-    On a GPU "triton" computes all documents at once, and so do "flash" and, in bf16 and fp16, "sdpa" (PyTorch's
+    On a GPU "triton" computes all documents at once, and so does, in bf16 and fp16, "sdpa" (PyTorch's
     ``varlen_attn``). The other backends are called once for each document and read cu_seqlens on the host: there
     torch.compile breaks the graph, and raises with fullgraph=True.
 
@@ -74,15 +74,15 @@ def diff_attention_varlen(
     keys = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), keys, keys if k2 is k1 else _as_batch(k2), _as_batch(v))
     call = check(*tensors, _lam_as_batch(lam, q1), None, is_causal, window, scale, backend)
-    documents = Documents(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     bounds = (
         ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1),
         ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1),
     )
     for each in bounds:
         check_bounds(*each)
-    call = resolve(replace(call, documents=documents))
-    at_once = takes_packed(call)
+    documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
+    call = resolve(replace(call, **documents, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
+    at_once = BACKENDS[call.backend].unsupported_reason(call) is None
     if torch.jit.is_tracing() and not at_once:
         raise NotImplementedError(
             "torch.jit.trace would keep the ends of these documents for every later call; trace a call without packed "
@@ -98,7 +98,7 @@ def diff_attention_varlen(
     if is_empty(call):
         return zeros(call)[0].transpose(0, 1)
     with autocast_off(q1.device.type):
-        out = BACKENDS[call.backend].attend(call) if at_once else _one_by_one(call, documents)
+        out = BACKENDS[call.backend].attend(call) if at_once else _one_by_one(call)
     return out[0].transpose(0, 1)
 
 
@@ -119,15 +119,17 @@ def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
     return _as_batch(lam if lam.dim() == 3 else lam[None])
 
 
-def _one_by_one(call: Call, documents: Documents) -> Tensor:
+def _one_by_one(call: Call) -> Tensor:
     """[1, H, total_q, Dv] from one call of the backend for each document with queries and keys."""
-    lengths_q, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in documents[:2])
+    assert call.documents is not None
+    lengths_q, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in call.documents[:2])
     by_query = [x.split(lengths_q, dim=2) for x in (call.q1, call.q2, call.lam)]
     by_key: list[Any] = [[None] * len(lengths_k) if x is None else x.split(lengths_k, dim=2) for x in call[2:5]]
     outs = []
     for q1, q2, lam, k1, k2, v in zip(*by_query, *by_key, strict=True):
-        one = replace(call, q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam, documents=None, variant=None)
-        outs.append(zeros(one) if is_empty(one) else BACKENDS[call.backend].attend(one))
+        tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam}
+        alone = replace(call, **tensors, cu_seqlens_q=None, cu_seqlens_k=None)
+        outs.append(zeros(alone) if is_empty(alone) else BACKENDS[call.backend].attend(alone))
     return torch.cat(outs, dim=2)
 
 

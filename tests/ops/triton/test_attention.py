@@ -13,11 +13,12 @@ import pytest
 import torch
 
 from diff_transformer.ops import diff_attention
+from diff_transformer.ops.call import OPERANDS, Call
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 triton = pytest.importorskip("triton", reason="the kernels are written in Triton")
 
-from diff_transformer.ops.triton import backward_form, interpreted, operator  # noqa: E402
+from diff_transformer.ops.triton import interpreted, operator  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 NAMES = ("out", "dq1", "dq2", "dk1", "dk2", "dv", "dlam")
@@ -91,11 +92,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "lam per query": ({"T": 40, "lam_shape": (1, 1, 40, 1)}, {}),
 }  # fmt: skip
 SOME = ("causal", "window 20", "shared noise, grouped keys", "width 96", "padding", "blind rows")
-IN_ONE_PASS = (
-    *("causal", "cross, 33 on 70", "causal, 100 on 33", "one query", "window 20", "window 20, 33 on 100"),
-    *("shared noise, grouped keys", "width 96, shared noise", "odd widths", "negative scale", "mask and window"),
-    *("mask per head, shared noise", "blind rows", "hidden queries", "bias", "strided", "lam per query"),
-)
 
 
 def inputs(case, dtype=torch.float32, **changes):
@@ -137,38 +133,14 @@ def test_fp32(case):
         assert_within_budget(value, exact[name], what=name)
 
 
-@pytest.mark.parametrize("case", [c if c in IN_ONE_PASS else pytest.param(c, marks=pytest.mark.slow) for c in CASES])
-def test_one_pass(case, passes):
-    x, options = inputs(case)
-    exact = in_fp64(x, options)
-    with backward_form("one_pass"):
-        values = run(by("triton"), x, options)
-    for name in NAMES[1:]:
-        assert_within_budget(values[name], exact[name], what=name)
-    assert passes == [True]
-
-
-@pytest.fixture
-def passes(monkeypatch):
-    """Whether one pass was made, of each backward; without determinism, which poisoned memory needs, it may be."""
-    taken = []
-    compute = operator.launch_backward
-    monkeypatch.setattr(operator, "launch_backward", lambda *a: taken.append(a[-1]) or compute(*a))
-    torch.use_deterministic_algorithms(False)
-    return taken
-
-
-@pytest.mark.parametrize("form", ["two_pass", "one_pass"])
-def test_scores_far_below_zero(form):
+def test_scores_far_below_zero():
     """Log-sum-exps are near -165, so that a key that does not exist (score 0) would count as exp2(165), infinity."""
-    torch.use_deterministic_algorithms(False)
     x = make_inputs(B=1, H=1, T=40, device=DEVICE)
     x = x._replace(**{n: (y.abs() / 4 + 4.5).detach().requires_grad_() for n, y in x._asdict().items() if n[0] == "q"})
     x = x._replace(**{n: (y.abs() / 4 - 4.5).detach().requires_grad_() for n, y in x._asdict().items() if n[0] == "k"})
     exact = in_fp64(x, {})
     assert exact["out"].abs().max() > 0
-    with backward_form(form):
-        out = diff_attention(*x, backend="triton")
+    out = diff_attention(*x, backend="triton")
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     by_eager = run(through_log_sum_exps, x, {})
     for name, value in zip(NAMES[1:], torch.autograd.grad(out, x, dout), strict=True):
@@ -186,25 +158,6 @@ def through_log_sum_exps(q1, q2, k1, k2, v, lam, **_):
     return (maps[0] - lam * maps[1]) @ v
 
 
-def test_one_pass_is_never_taken_where_determinism_is_asked_for(passes):
-    x, _ = inputs("narrow", T=5)
-    for deterministic in (True, False):
-        torch.use_deterministic_algorithms(deterministic)
-        with backward_form("one_pass"):
-            out = diff_attention(*x, backend="triton")
-        out.sum().backward()
-    diff_attention(*x, backend="triton").sum().backward()
-    assert passes == [False, True, False]
-
-
-def test_backward_form_refuses_other_names():
-    with (
-        pytest.raises(ValueError, match="backward form is 'fast'; give 'two_pass' or 'one_pass'"),
-        backward_form("fast"),
-    ):
-        pass
-
-
 @pytest.mark.parametrize("case", SOME)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_half_precision(case, dtype):
@@ -217,39 +170,14 @@ def test_half_precision(case, dtype):
         assert_within_budget(value, exact[name], by_eager[name], what=name)
 
 
-SOME_FP16 = ("causal", "shared noise, grouped keys")
-# Where a query sees one key its gradient is 0. Here it is as far off as the saved output was rounded; eager's is not.
-ONE_KEY = ("one query and key", "window 1")
-
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        case if case in SOME_FP16 else pytest.param(case, marks=pytest.mark.slow)
-        for case in CASES
-        if case not in ONE_KEY
-    ],
-)
-def test_one_pass_in_fp16(case, passes):
-    x, options = inputs(case, torch.float16)
-    exact, by_eager = in_fp64(x, options), run(eager, x, options)
-    with backward_form("one_pass"):
-        values = run(by("triton"), x, options)
-    for name, value in values.items():
-        assert_within_budget(value, exact[name], by_eager[name], what=name)
-    assert passes == [True]
-
-
-@pytest.mark.parametrize("form", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("sizes", [{"D": 16, "H": 2, "G": 1}, {"D": 96}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_shared_keys(sizes, form, dtype, passes):
+def test_shared_keys(sizes, dtype):
     """k2 may be k1, read once: its gradient is the sum of both."""
     x = make_inputs(**({"B": 1, "H": 1, "T": 40, "device": DEVICE} | sizes), dtype=dtype)
     x = x._replace(k2=x.k1.detach().clone().requires_grad_())
     exact, by_eager = in_fp64(x, {"is_causal": True}), run(eager, x, {"is_causal": True})
-    with backward_form(form):
-        out = diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, is_causal=True, backend="triton")
+    out = diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, is_causal=True, backend="triton")
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     together = ("q1", "q2", "k1", "v", "lam")
     values = dict(zip(together, torch.autograd.grad(out, [getattr(x, n) for n in together], dout), strict=True))
@@ -257,7 +185,6 @@ def test_shared_keys(sizes, form, dtype, passes):
     sums = [given | {"dk1": given["dk1"] + given["dk2"]} for given in (exact, by_eager)]
     for name, value in values.items():
         assert_within_budget(value, *(given[f"d{name}"] for given in sums), what=f"d{name}")
-    assert passes == [form == "one_pass"]
 
 
 def test_shared_keys_stay_shared_under_autocast(monkeypatch):
@@ -343,7 +270,7 @@ def test_what_a_backward_needs_is_saved_only_for_one():
     x, options = inputs("causal")
     outputs = []
     with torch.no_grad():
-        outputs.append(operator.forward(*x, None, None, None, True, None, 0.25, False, False))
+        outputs.append(operator.forward(*x, None, None, None, None, True, None, 0.25, True, False))
     saved = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
         out = diff_attention(*x, backend="triton", **options)
@@ -353,22 +280,20 @@ def test_what_a_backward_needs_is_saved_only_for_one():
 
 @pytest.mark.parametrize(
     "form",
-    ["plain", *(pytest.param(f, marks=pytest.mark.slow) for f in ("documents", "shared keys", "mask", "one pass"))],
+    ["plain", *(pytest.param(f, marks=pytest.mark.slow) for f in ("documents", "shared keys", "mask"))],
 )
 def test_opcheck(form):
-    torch.use_deterministic_algorithms(form != "one pass")
     x = make_inputs(B=1, H=2, G=1, T=7, S=9, D=3, Dv=5, device=DEVICE)
     k2 = None if form == "shared keys" else x.k2
     mask = random_mask(1, 1, 7, 9).to(DEVICE) if form == "mask" else None
     ends = (None, None)
     if form == "documents":
         ends = tuple(torch.tensor(e, dtype=torch.int32, device=DEVICE) for e in ([0, 3, 3, 7], [0, 4, 5, 9]))
-    tensors, rest = (*x[:3], k2, x.v, x.lam), (True, 4, 0.5)
-    one_pass = form == "one pass"
-    torch.library.opcheck(operator.forward, (*tensors, mask, *ends, *rest, True, one_pass))
-    tensors = tuple(None if y is None else y.detach() for y in tensors)
-    out, *saved = operator.forward(*tensors, mask, *ends, *rest, True, one_pass)
-    arguments = (torch.randn_like(out).transpose(1, 2), *tensors, mask, *ends, *saved, *rest, one_pass, True)
+    call, by_hopper = Call(*x[:3], k2, x.v, x.lam, None, mask, *ends, True, 4, 0.5), True
+    torch.library.opcheck(operator.forward, (*call[:OPERANDS], by_hopper, True))
+    operands = [y.detach() if isinstance(y, torch.Tensor) else y for y in call[:OPERANDS]]
+    out, *saved = operator.forward(*operands, by_hopper, True)
+    arguments = (torch.randn_like(out).transpose(1, 2), *operands, by_hopper, *saved)
     torch.library.opcheck(operator.backward, arguments)
 
 
@@ -392,7 +317,7 @@ def test_masks_of_whole_queries_do_not_reach_the_kernels(monkeypatch, shape):
     kernels = operator.forward
 
     def records(*arguments):
-        seen.append(arguments[6])
+        seen.append(arguments[7])
         return kernels(*arguments)
 
     monkeypatch.setattr(operator, "forward", records)
@@ -461,7 +386,5 @@ def test_says_which_kernels_ran(caplog):
     x = make_inputs(B=1, H=1, T=3, D=4, device=DEVICE)
     with caplog.at_level(logging.INFO, logger="diff_transformer"):
         diff_attention(*x, backend="triton").sum().backward()
-    assert [r.message.partition(f"on {x.q1.device}, ")[2] for r in caplog.records if "plain" in r.message] == [
-        "float32: plain Triton",
-        "float32: plain Triton, two passes",
-    ]
+    said = [r.message.partition(f"on {x.q1.device}, ")[2].partition(":") for r in caplog.records]
+    assert [kernels.split(":")[0] for _, _, kernels in said] == [" plain Triton"] * 2

@@ -24,7 +24,7 @@ from kernel_compiler import (
     without_timed_spills,
 )
 
-from diff_transformer.ops.call import Documents, check, replace
+from diff_transformer.ops.call import check, replace
 from diff_transformer.ops.triton import backward, forward
 from diff_transformer.testing import make_inputs
 
@@ -49,9 +49,6 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one key for both": ({}, {"is_causal": True}, {"shared_keys": True}),
     "negative scale": ({}, {"is_causal": True, "scale": -0.5}, {}),
     "documents": ({"B": 1}, {"is_causal": True}, {"varlen": True}),
-    "one pass": ({}, {"is_causal": True}, {"one_pass": True}),
-    "bias, one pass": ({}, {"attn_mask": torch.ones(4, LENGTH, LENGTH)}, {"one_pass": True}),
-    "query bias, one pass": ({}, {"attn_mask": torch.ones(4, LENGTH, 1)}, {"one_pass": True}),
     "no gradient": ({}, {"is_causal": True}, {"need_gradient": False}),
 }
 WINDOW = {"is_causal": True, "window": 50}
@@ -60,21 +57,18 @@ FULL_MASK, FULL_BIAS = torch.ones(2, 8, LENGTH, LENGTH, dtype=torch.bool), torch
 # Everything at once that takes registers, as far as it goes together.
 COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "documents, window, grouped": ({"B": 1} | SHARED_HEADS, WINDOW, {"varlen": True}),
-    "documents, window, grouped, one pass": ({"B": 1} | SHARED_HEADS, WINDOW, {"varlen": True, "one_pass": True}),
     "documents, window, grouped keys": ({"B": 1, "H": 8, "G": 2}, WINDOW, {"varlen": True}),
     "documents, window, grouped noise heads": ({"B": 1, "H": 8, "Hn": 4, "G": 4}, WINDOW, {"varlen": True}),
     "documents, window, grouped, one key": ({"B": 1, "H": 8, "G": 2}, WINDOW, {"varlen": True, "shared_keys": True}),
     "window, mask, grouped": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_MASK}, {}),
-    "window, mask, grouped, one pass": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_MASK}, {"one_pass": True}),
     "window, bias": ({}, WINDOW | {"attn_mask": FULL_BIAS[:4]}, {}),
-    "window, bias, grouped, one pass": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_BIAS}, {"one_pass": True}),
     "window, half bias, grouped": (SHARED_HEADS, WINDOW | {"attn_mask": FULL_BIAS}, {"half": True}),
     "window, grouped": (SHARED_HEADS, WINDOW, {}),
     "documents, grouped": ({"B": 1} | SHARED_HEADS, {"is_causal": True}, {"varlen": True}),
     "documents, window": ({"B": 1}, WINDOW, {"varlen": True}),
 }
 CASES |= COMBINED
-FORMS = ("mask", "bias", "half bias", "query bias", "one pass", "odd mask", "odd bias")
+FORMS = ("mask", "bias", "half bias", "query bias", "odd mask", "odd bias")
 FP32_SPILLS = {((80, 160), 90): 8}  # ptxas stops at 128 registers; with 4 warps or another limit it spills as much
 MOST = 1.1  # products executed over those needed
 MAIN = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
@@ -104,9 +98,7 @@ EVERYWHERE += [(dtype, widths, case) for dtype in ("bf16", "fp16") for widths in
 EVERYWHERE += [("fp32", widths, case) for widths in [(64, 128), (128, 256)] for case in CASES]
 SELDOM = [(call, capability) for call in EVERYWHERE for capability in (80, 90)]
 SELDOM += [(("bf16", widths, case), capability) for widths in MAIN for case in CASES for capability in (86, 100)]
-SELDOM += [
-    (("bf16", widths, case), c) for widths in MAIN for case in ("causal", "one pass", *COMBINED) for c in (89, 120)
-]
+SELDOM += [(("bf16", widths, case), c) for widths in MAIN for case in ("causal", *COMBINED) for c in (89, 120)]
 
 
 def launches(capability, dtype, widths, case) -> list:
@@ -120,12 +112,11 @@ def launches(capability, dtype, widths, case) -> list:
         attn_mask = attn_mask.to(DTYPES[dtype])
     k2 = None if form.get("shared_keys") else x.k2
     cu_seqlens = torch.tensor([0, 50, LENGTH], dtype=torch.int32) if form.get("varlen") else None
-    documents = None if cu_seqlens is None else Documents(cu_seqlens, cu_seqlens)
-    call = replace(call, k2=k2, attn_mask=attn_mask, documents=documents)
+    call = replace(call, k2=k2, attn_mask=attn_mask, cu_seqlens_q=cu_seqlens, cu_seqlens_k=cu_seqlens)
     need_gradient, table = form.get("need_gradient", True), table_of(capability, DTYPES[dtype])
     (_, *saved), launches = forward.plan_forward(call, need_gradient, table)
     if need_gradient:
-        launches += backward.plan_backward(call, saved[0], saved, form.get("one_pass", False), table)[1]
+        launches += backward.plan_backward(call, saved[0], saved, table)[1]
     return [describe(launch) for launch in launches]
 
 
@@ -151,14 +142,11 @@ def test_combinations_that_spilled(dtype, widths, case, capability):
 
 
 def compile_and_check(dtype, widths, case, capability):
-    _, _, form = CASES[case]
     recorded = launches(capability, dtype, widths, case)
     names = {launch.kernel.partition(":")[2] for launch in recorded}
     expected = {"forward_kernel", "delta_kernel", "bwd_dkdv_kernel", "bwd_dq_kernel"}
     if case == "no gradient":
         expected = {"forward_kernel"}
-    elif form.get("one_pass"):
-        expected.remove("bwd_dq_kernel")
     assert names == expected
     compiled = [compile_in_subprocess(*launch[:3], capability=capability, **launch.options) for launch in recorded]
     for launch, kernel in zip(recorded, compiled, strict=True):

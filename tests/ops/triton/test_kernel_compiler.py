@@ -211,7 +211,7 @@ def test_a_product_that_warps_repeat_is_seen():
     call = Call(x, x, x, None, v, lam, scale=0.125, is_causal=True)
     table = table_of(80, torch.bfloat16) | table_with("dkdv", tile_sizes.TileSize(16, 32, 8, 1, fused=False))
     rows = torch.zeros(1, 2, 128)
-    planned = backward.plan_backward(call, v, (v, v, rows, rows), False, table)[1]
+    planned = backward.plan_backward(call, v, (v, v, rows, rows), table)[1]
     launches = [describe(launch) for launch in planned]
     launch = next(launch for launch in launches if launch.constexprs.get("COMPUTE_DK"))
     compiled = compile_in_subprocess(*launch[:3], capability=80, **launch.options)

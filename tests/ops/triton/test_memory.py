@@ -10,21 +10,14 @@ pytest.importorskip("triton", reason="the kernels are written in Triton")
 from triton.runtime.interpreter import InterpreterBuilder
 
 from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_varlen
-from diff_transformer.ops.triton import backward_form, interpreted, operator
+from diff_transformer.ops.triton import interpreted, operator
 from diff_transformer.ops.triton.launching import Launch
 from diff_transformer.testing import Inputs, make_inputs
 
 pytestmark = pytest.mark.skipif(not interpreted(), reason="counts what the interpreter does: TRITON_INTERPRET=1")
 
 H, G, T, S, D = 4, 1, 64, 256, 8
-FORMS = ("two_pass", "one_pass")
 KEYS = G * S * D
-
-
-@pytest.fixture(autouse=True)
-def _without_determinism():
-    """Deterministic algorithms would rule out the one-pass backward."""
-    torch.use_deterministic_algorithms(False)
 
 
 class Allocations(TorchDispatchMode):
@@ -75,9 +68,8 @@ def launched(monkeypatch):
     return found
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attend", [by_diff_attention, by_varlen])
-def test_neither_maps_nor_repeated_heads_are_allocated(monkeypatch, launched, attend, form):
+def test_neither_maps_nor_repeated_heads_are_allocated(monkeypatch, launched, attend):
     x = inputs(attend)
     inside, outside = Allocations(x), Allocations(x)  # a mode does not look into an operator that it sees
 
@@ -90,25 +82,23 @@ def test_neither_maps_nor_repeated_heads_are_allocated(monkeypatch, launched, at
 
     for name in ("plan_forward", "launch_backward"):
         monkeypatch.setattr(operator, name, watched(getattr(operator, name)))
-    with backward_form(form), outside:
+    with outside:
         torch.autograd.grad(attend(x).sum(), x)
     for counted in (inside, outside):
         assert H * T * D in counted.sizes, "not even the output was counted"
         assert max(counted.sizes) < min(T * S, H // G * KEYS)
-    assert len(launched) == (3 if form == "one_pass" else 4)
+    assert len(launched) == 4
 
 
-@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("attend", [by_diff_attention, by_varlen])
-def test_kernels_read_the_inputs_where_they_lie(launched, attend, form):
+def test_kernels_read_the_inputs_where_they_lie(launched, attend):
     """Also queries whose heads alternate between both maps, as those of the second version do."""
     x = inputs(attend, Hn=H)
     q = torch.stack([x.q1, x.q2], dim=2).flatten(1, 2).detach()
     x = x._replace(q1=q[:, 0::2].requires_grad_(), q2=q[:, 1::2].requires_grad_())
-    with backward_form(form):
-        torch.autograd.grad(attend(x).sum(), x)
+    torch.autograd.grad(attend(x).sum(), x)
     reading = [launch.arguments["inputs"] for launch in launched if launch.kernel.__name__ != "delta_kernel"]
-    assert len(reading) == (2 if form == "one_pass" else 3)
+    assert len(reading) == 3
     for inputs_of_kernel in reading:
         assert [y.data_ptr() for y in inputs_of_kernel[:5]] == [y.data_ptr() for y in x[:5]]
         assert [y.shape[1] for y in inputs_of_kernel[:5]] == [H, H, G, G, G]
@@ -134,16 +124,15 @@ def reads(monkeypatch):
     return count
 
 
-@pytest.mark.parametrize("form", [None, *FORMS])
+@pytest.mark.parametrize("gradients", [False, True])
 @pytest.mark.parametrize("width", [D, 64])
-def test_keys_that_both_maps_share_are_read_once(reads, width, form):
-    """Where both maps are computed at once: as often as one of two keys, in the forward and in either backward."""
-    x = make_inputs(B=1, H=1, T=70, S=70, D=width, Dv=width, requires_grad=form is not None)
+def test_keys_that_both_maps_share_are_read_once(reads, width, gradients):
+    """Where both maps are computed at once: as often as one of two keys, in the forward and in the backward."""
+    x = make_inputs(B=1, H=1, T=70, S=70, D=width, Dv=width, requires_grad=gradients)
 
     def attend(k2):
-        with backward_form(form or "two_pass"):
-            out = diff_attention(*x[:3], k2, x.v, x.lam, is_causal=True, backend="triton")
-        if form is not None:
+        out = diff_attention(*x[:3], k2, x.v, x.lam, is_causal=True, backend="triton")
+        if gradients:
             out.sum().backward()
 
     attend(x.k2)
@@ -153,7 +142,7 @@ def test_keys_that_both_maps_share_are_read_once(reads, width, form):
     assert reads(x.k1) - apart[0] == apart[0]
     assert reads(x.k2) == apart[1]
     assert reads(x.v) == 2 * values
-    if form is None:
+    if not gradients:
         assert values == apart[0], "of one width, values are read as often as keys: once for both maps"
 
 

@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.call import Call, Documents, replace
-from diff_transformer.ops.triton import backward, backward_form, interpreted, operator, tile_sizes
+from diff_transformer.ops.call import Call, replace
+from diff_transformer.ops.triton import backward, interpreted, operator, tile_sizes
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = [
@@ -38,7 +38,7 @@ CASES = {
 OFTEN = ("causal, 33 on 300", "window 70")
 
 
-KERNELS = ("forward", "dkdv", "dq", "one_pass")
+KERNELS = ("forward", "dkdv", "dq")
 TABLES = [
     table
     for name, table in vars(tile_sizes).items()
@@ -61,8 +61,7 @@ SHIPPED = {kernel: shipped(kernel) for kernel in KERNELS}
 ROUNDS = [
     {kernel: tiles[i % len(tiles)] for kernel, tiles in SHIPPED.items()} for i in range(max(map(len, SHIPPED.values())))
 ]
-HOPPER = {kernel: tile_sizes.HOPPER_TIMED[kernel][128, 256][0] for kernel in KERNELS[:3]}
-HOPPER["one_pass"] = HOPPER["dkdv"]
+HOPPER = {kernel: tile_sizes.HOPPER_TIMED[kernel][128, 256][0] for kernel in KERNELS}
 AMPERE = {kernel: tile_sizes.MMA_SYNC[kernel][128, 256][-1] for kernel in KERNELS}
 
 
@@ -86,7 +85,6 @@ def test_shipped_tiles(monkeypatch, tiles, case):
 
     for module in (operator, backward):
         monkeypatch.setattr(module, "table_of", lambda x: Given())
-    torch.use_deterministic_algorithms(False)  # they rule the one pass out
     sizes, options = CASES[case]
     x = make_inputs(**({"B": 1, "H": 1, "D": 16} | sizes))
 
@@ -96,12 +94,9 @@ def test_shipped_tiles(monkeypatch, tiles, case):
         return out, *torch.autograd.grad(out, x, dout)
 
     exact = run(x.to(torch.float64), "reference")
-    for form in ("two_pass", "one_pass"):
-        with backward_form(form):
-            values = run(x, "triton")
-        for name, value, true in zip(("out", *x._fields), values, exact, strict=True):
-            assert_within_budget(value, true, what=f"{name}, {form}")
-    assert given == ["forward", "dkdv", "dq", "forward", "one_pass"]
+    for name, value, true in zip(("out", *x._fields), run(x, "triton"), exact, strict=True):
+        assert_within_budget(value, true, what=name)
+    assert given == ["forward", "dkdv", "dq"]
 
 
 def test_every_tile_is_tried():
@@ -144,6 +139,6 @@ def test_calls_with_features_get_their_own_tiles():
     assert tile_sizes.tile_size("dq", call, False, table) == plain
     assert tile_sizes.tile_size("dq", replace(call, window=3), False, table) == featured
     bounds = torch.tensor([0, 8], dtype=torch.int32)
-    packed = replace(call, documents=Documents(bounds, bounds))
+    packed = replace(call, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
     assert tile_sizes.tile_size("dq", packed, False, table) == featured
     assert tile_sizes.tile_size("dq", call, True, table) == featured

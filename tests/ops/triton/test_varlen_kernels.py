@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer import diff_attention_varlen
-from diff_transformer.ops.triton import backward_form, interpreted, operator
+from diff_transformer.ops.triton import interpreted, operator
 from diff_transformer.ops.triton.launching import Launch
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
@@ -59,19 +59,6 @@ CASES = {
 }
 
 
-@pytest.fixture(params=["two_pass", "one_pass"])
-def form(request, monkeypatch):
-    """Force a form of the backward, and check that it ran."""
-    taken = []
-    compute = operator.launch_backward
-    monkeypatch.setattr(operator, "launch_backward", lambda *a: taken.append(a[-1]) or compute(*a))
-    torch.use_deterministic_algorithms(False)
-    with backward_form(request.param):
-        yield
-    assert taken == [request.param == "one_pass"]
-
-
-@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("case", CASES)
 def test_equals_each_document_by_itself(case):
     sizes, options, shared = CASES[case]
@@ -81,7 +68,6 @@ def test_equals_each_document_by_itself(case):
         assert_within_budget(value, exact)
 
 
-@pytest.mark.usefixtures("form")
 @pytest.mark.parametrize("case", ["causal", "window", "shared keys", "lam per head"])
 def test_fp16(case):
     """Beside its own error it may have that of PyTorch's attention on each document by itself."""
@@ -132,7 +118,7 @@ def test_compiles_into_one_graph(shared):
 def test_is_one_launch(monkeypatch):
     calls = []
     compute = operator.plan_forward
-    monkeypatch.setattr(operator, "plan_forward", lambda *a: calls.append(a[0].documents.cu_seqlens_q) or compute(*a))
+    monkeypatch.setattr(operator, "plan_forward", lambda *a: calls.append(a[0].cu_seqlens_q) or compute(*a))
     results(packed(dtype=torch.bfloat16), "triton", is_causal=True)
     assert [cu_seqlens.tolist() for cu_seqlens in calls] == [ENDS_Q]
 

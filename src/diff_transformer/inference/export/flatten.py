@@ -14,7 +14,7 @@ from diff_transformer import __version__
 PACKAGE = "diff_transformer"
 ENTRANCE = f"{PACKAGE}.model.modeling"
 # Kernels, and the choice among them, are not exported; these modules replace them.
-_KERNELS = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.gluon", f"{PACKAGE}.ops.triton")
+_KERNELS = (f"{PACKAGE}.ops.cpu", f"{PACKAGE}.ops.hopper", f"{PACKAGE}.ops.triton")
 _STAND_INS = {
     f"{PACKAGE}.ops.cpu.decode": f"{PACKAGE}.inference.export.portable.package",
     f"{PACKAGE}.ops.cpu": f"{PACKAGE}.inference.export.portable.blockwise",

@@ -8,26 +8,23 @@ from torch import Tensor
 
 from diff_transformer.ops import flops
 from diff_transformer.ops.arguments import refuse_second_derivatives, traced
-from diff_transformer.ops.call import Call, in_dtype, of_list, replace, with_noise_head_for_each_mask
+from diff_transformer.ops.call import Call, in_dtype, replace, with_noise_head_for_each_mask
 from diff_transformer.ops.cpu import kernel, library
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-def unsupported_reason(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why the backend cannot work on this device and dtype, or None."""
-    if device.type not in ("cpu", "meta"):
-        return f"it computes on CPUs, not on {device.type}"
-    if dtype == torch.float64:
+def unsupported_reason(call: Call) -> str | None:
+    """Why the backend cannot compute this call, or None. It takes one document at a time."""
+    device, width = call.q1.device.type, max(call.q1.shape[3], call.v.shape[3])
+    if call.documents is not None:
+        return "it takes no packed documents"
+    if device not in ("cpu", "meta"):
+        return f"it computes on CPUs, not on {device}"
+    if call.q1.dtype == torch.float64:
         return "it computes in float32 and bfloat16, not in float64; give backend='sdpa' or 'reference'"
     if not library.available():
         return "its kernel was not built with the package, or does not run on this processor; give backend='sdpa'"
-    return None
-
-
-def unsupported_call_reason(call: Call) -> str | None:
-    """Why the backend cannot compute this call, or None."""
-    width = max(call.q1.shape[3], call.v.shape[3])
     if width > kernel.MAX_WIDTH:
         return f"it takes widths up to {kernel.MAX_WIDTH}, not {width}; give backend='sdpa'"
     return None
@@ -81,7 +78,8 @@ def forward(
     scale: float,
 ) -> Tensor:
     """[B, T, H, Dv], contiguous and no view, so that the output can be changed in place."""
-    return kernel.forward(of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, first=first))
+    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, is_causal, window, scale)
+    return kernel.forward(call)
 
 
 @torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
@@ -100,7 +98,7 @@ def backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v, lam and first; dout [B, H, T, Dv] is that of the output."""
-    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, first=first)
+    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, is_causal, window, scale)
     return kernel.backward(call, dout)
 
 

@@ -6,17 +6,14 @@ With P = P1 - lam P2, delta_i = rowsum(dO * O_i) and O = O1 - lam O2 (all row by
     dQ_i = scale dS_i K_i             dK_i = scale dS_i^T Q_i
 The maps are recomputed from the saved log-sum-exps.
 
-Two passes (the default): bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries.
-Every sum has a fixed order, so results repeat bit for bit. One pass: bwd_dkdv_kernel also adds to dQ in fp32 with
-atomics, in no fixed order. That saves recomputing the maps and dP: 10 products instead of 14, or more where
-tile_sizes.py splits the gradients between launches.
+There are two passes: bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries. Every
+sum has a fixed order, so results repeat bit for bit.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
 from collections.abc import Sequence
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -90,23 +87,6 @@ def attention_map(
     return tl.exp2(s - log)
 
 
-@triton.jit
-def add_product(to, queries, limit, ds, ka, kb, DA: tl.constexpr, DB: tl.constexpr, D: tl.constexpr):
-    """Add ds^T k [BLOCK_M, D] atomically to fp32 rows of width D in memory; ds [BLOCK_N, BLOCK_M]."""
-    ds = tl.trans(ds)
-    add_chunk(to, queries, limit, tl.dot(ds, ka, input_precision="ieee"), 0, DA, D)
-    if DB > 0:
-        add_chunk(to, queries, limit, tl.dot(ds, kb, input_precision="ieee"), DA, DB, D)
-
-
-@triton.jit
-def add_chunk(to, offset, limit, x, FIRST: tl.constexpr, CHUNK: tl.constexpr, WIDTH: tl.constexpr):
-    """Add x [rows, CHUNK] atomically to columns from FIRST on of the rows ``offset`` below ``limit``."""
-    columns = FIRST + tl.arange(0, CHUNK)
-    inside = (offset[:, None] < limit) & (columns[None, :] < WIDTH)
-    tl.atomic_add(to + offset[:, None] * WIDTH + columns[None, :], x, mask=inside, sem="relaxed")
-
-
 @triton.jit(do_not_specialize=["lengths", "tiles"])
 def bwd_dkdv_kernel(
     inputs, mask, statistics, results, documents, input_strides, dout_strides, dk_strides, dv_strides, mask_strides,
@@ -114,19 +94,18 @@ def bwd_dkdv_kernel(
     H: tl.constexpr, HN: tl.constexpr, G: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr,
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
-    SHARED_KEYS: tl.constexpr, ONE_PASS: tl.constexpr, COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr,
-    VARLEN: tl.constexpr, SECTION: tl.constexpr,
+    SHARED_KEYS: tl.constexpr, COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, VARLEN: tl.constexpr,
+    SECTION: tl.constexpr,
 ):  # fmt: skip
     """dK1, dK2 and dV of BLOCK_N keys of one key/value head, over all signal heads that use it.
 
     Tiles of scores are [BLOCK_N, BLOCK_M] (keys, queries). COMPUTE_DK and COMPUTE_DV select the gradients of this
     launch: if the accumulators of all do not fit the registers, there are two launches. SHARED_KEYS: dK1 is the sum
-    over both maps. ONE_PASS: adds this program's share to dQ1 [B, H, T, D] and dQ2 [B, Hn, T, D], fp32 and contiguous,
-    without the factor ``scale``. Tuples, and ``recompute_here``: tiles.py.
+    over both maps. Tuples, and ``recompute_here``: tiles.py.
     """
     q1, q2, k1, k2, v, lam_at = inputs
     dout, lse1, lse2, delta1, lam_delta2 = statistics
-    dq1, dq2, dk1, dk2, dv = results
+    dk1, dk2, dv = results
     q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
     q1_t, q2_t, dout_t, lam_t = q1_strides[2], q2_strides[2], dout_strides[2], lam_strides[2]
     T, S, window = lengths
@@ -195,8 +174,6 @@ def bwd_dkdv_kernel(
                     if COMPUTE_DK:
                         delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]  # [1, BLOCK_M]
                         ds = (p1 * (dp - delta)).to(k1a.dtype)  # [BLOCK_N, BLOCK_M]
-                        if ONE_PASS:
-                            add_product(dq1 + row_m * D, queries, T - m, ds, k1a, k1b, DA, DB, D)
                         dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
                     # [BLOCK_M, DA], [BLOCK_M, DB]
                     qa, qb = load_tile(q2_here + start * q2_t, queries, q2_t, T - m, DA, DB, D, CHECKED)
@@ -212,9 +189,6 @@ def bwd_dkdv_kernel(
                     if COMPUTE_DK:
                         delta = tl.load(lam_delta2 + row_m + queries, mask=here, other=0.0)[None, :]  # [1, BLOCK_M]
                         ds = (p2 * (delta - lam * dp)).to(k1a.dtype)  # [BLOCK_N, BLOCK_M]
-                        if ONE_PASS:
-                            noise_row = (batch * HN + noise_head) * rows_in_all + q_start
-                            add_product(dq2 + (noise_row + start) * D, queries, T - m, ds, k2a, k2b, DA, DB, D)
                         # The last product of the loop; see ``accumulate``.
                         if SHARED_KEYS:
                             dk1a, dk1b = accumulate(dk1a, dk1b, ds, qa, qb, DB)
@@ -350,27 +324,22 @@ def bwd_dq_kernel(
 
 
 def launch_backward(
-    call: Call, dout: Tensor, saved: Sequence[Tensor], one_pass: bool
+    call: Call, dout: Tensor, saved: Sequence[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
 
     ``saved`` has the results of ``plan_forward`` after the first. Without k2, the gradient of k1 is the sum over both
     maps and that of k2 is empty.
     """
-    (dq1, dq2, dk1, dk2, dv, dlam), launches = plan_backward(call, dout, saved, one_pass, table_of(call.q1))
+    results, launches = plan_backward(call, dout, saved, table_of(call.q1))
     run(launches, call.q1.device)
-    if one_pass:
-        dq1, dq2 = (transposed_like(x).copy_(total.mul_(call.scale)) for x, total in ((call.q1, dq1), (call.q2, dq2)))
-    return dq1, dq2, dk1, dk2, dv, dlam
+    return results
 
 
 def plan_backward(
-    call: Call, dout: Tensor, saved: Sequence[Tensor], one_pass: bool, table: Table
-) -> tuple[tuple[Tensor, ...], list[Launch]]:
-    """The results of ``launch_backward``, not yet computed, and what computes them.
-
-    one_pass: dq1 and dq2 are sums in fp32, without the factor ``scale``.
-    """
+    call: Call, dout: Tensor, saved: Sequence[Tensor], table: Table
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+    """The results of ``launch_backward``, not yet computed, and what computes them."""
     q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
     out1, out2, lse1, lse2 = saved
     (T, D), H, HN, (G, S, Dv) = q1.shape[2:], q1.shape[1], q2.shape[1], v.shape[1:]
@@ -383,10 +352,7 @@ def plan_backward(
     launches = [of_statistics]
     dk1, dv = transposed_like(k1), transposed_like(v)
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
-    if one_pass:
-        dq1, dq2 = (q1.new_zeros(x.shape, dtype=torch.float32) for x in (q1, q2))
-    else:
-        dq1, dq2 = transposed_like(q1), transposed_like(q2)
+    dq1, dq2 = transposed_like(q1), transposed_like(q2)
     dout_strides, dk_strides, dv_strides, dq1_strides, dq2_strides = strides(dout, dk1, dv, dq1, dq2)
     arguments = {
         "inputs": call.inputs, "mask": mask, "statistics": (dout, lse1, lse2, delta1, lam_delta2),
@@ -397,22 +363,21 @@ def plan_backward(
         "SHARED_KEYS": k2 is None, "VARLEN": call.documents is not None, "SECTION": SECTION,
     }  # fmt: skip
 
-    size = tile_size("one_pass" if one_pass else "dkdv", call, mask_by_query, table)
+    size = tile_size("dkdv", call, mask_by_query, table)
     tiles, sequences, documents = call.grid("keys", size.BLOCK_N, lse1)
     given = arguments | {
-        "results": (dq1, dq2, dk1, dk2, dv), "documents": documents, "dk_strides": dk_strides,
-        "dv_strides": dv_strides, "tiles": (tiles, sequences * G), "ONE_PASS": one_pass, **size.options(),
+        "results": (dk1, dk2, dv), "documents": documents, "dk_strides": dk_strides, "dv_strides": dv_strides,
+        "tiles": (tiles, sequences * G), **size.options(),
     }  # fmt: skip
     for computed in split(size, "COMPUTE_DK", "COMPUTE_DV"):
         launches.append(Launch(bwd_dkdv_kernel, (tiles * sequences * G,), given | computed))
 
-    if not one_pass:
-        size = tile_size("dq", call, mask_by_query, table)
-        tiles, sequences, documents = call.grid("queries", size.BLOCK_M, lse1)
-        given = arguments | {
-            "results": (dq1, dq2), "documents": documents, "dq1_strides": dq1_strides, "dq2_strides": dq2_strides,
-            "tiles": (tiles, sequences * HN), **size.options(),
-        }  # fmt: skip
-        for computed in split(size, "COMPUTE_DQ1", "COMPUTE_DQ2"):
-            launches.append(Launch(bwd_dq_kernel, (tiles * sequences * HN,), given | computed))
+    size = tile_size("dq", call, mask_by_query, table)
+    tiles, sequences, documents = call.grid("queries", size.BLOCK_M, lse1)
+    given = arguments | {
+        "results": (dq1, dq2), "documents": documents, "dq1_strides": dq1_strides, "dq2_strides": dq2_strides,
+        "tiles": (tiles, sequences * HN), **size.options(),
+    }  # fmt: skip
+    for computed in split(size, "COMPUTE_DQ1", "COMPUTE_DQ2"):
+        launches.append(Launch(bwd_dq_kernel, (tiles * sequences * HN,), given | computed))
     return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), launches

@@ -18,18 +18,16 @@ import triton
 from torch import Tensor
 
 from diff_transformer.ops import flops
-from diff_transformer.ops.call import Call, of_list
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
 from diff_transformer.ops.triton.launching import INTERPRETED, Launch, run, strides
 from diff_transformer.ops.triton.tile_sizes import chunks
 from diff_transformer.ops.triton.tiles import LOG2_E
 
 MAX_QUERIES = 8
-MAX_D, MAX_DV = 128, 256
 MAX_SPLITS = 128  # the combining kernel holds all of them at once
 MIN_KEYS_PER_SPLIT = 64  # below, the second kernel costs more than the first one gains
 FULL_WAVE = 0.9  # an H200 read at 77 to 81 % of a copy's speed with 0.73 of its places taken, at 93 % or more above 0.9
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 COLUMNS = 64  # of the output, in a program of the combining kernel
 STAGE_BYTES = 32 * 1024  # of one tile of K1, K2 and V; three of them let two programs share a Hopper multiprocessor
 
@@ -80,22 +78,13 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def unsupported_reason(call: Call) -> str | None:
-    """Why ``attend_decode`` does not support this call, with what would work, or None."""
+    """Why ``attend_decode`` does not support a call that the backend supports, with what would work, or None."""
     q1, q2, k1, k2, v, _ = call.inputs
     attn_mask = call.attn_mask
-    if q1.device.type != "cuda" and not INTERPRETED:
-        return f"the tensors are on {q1.device}; the decoding kernel runs on CUDA devices"
     if INTERPRETED and q1.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies the bit patterns of bfloat16; give float32"
-    if q1.dtype not in DTYPES:
-        return f"the tensors are {q1.dtype}; the decoding kernel takes float32, bfloat16 and float16"
     if q1.shape[2] > MAX_QUERIES:
         return f"there are {q1.shape[2]} queries; the decoding kernel takes at most {MAX_QUERIES}"
-    if q1.shape[3] > MAX_D or v.shape[3] > MAX_DV:
-        return (
-            f"queries are {q1.shape[3]} and values {v.shape[3]} wide; "
-            f"the decoding kernel takes at most {MAX_D} and {MAX_DV}"
-        )
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         return f"attn_mask is {attn_mask.dtype}; the decoding kernel takes boolean masks (True = attend)"
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
@@ -109,10 +98,13 @@ def attend_decode(
     q1: Tensor,
     q2: Tensor,
     k1: Tensor,
-    k2: Tensor,
+    k2: Tensor | None,
     v: Tensor,
     lam: Tensor,
+    first: Tensor | None,
     attn_mask: Tensor | None,
+    cu_seqlens_q: Tensor | None,
+    cu_seqlens_k: Tensor | None,
     is_causal: bool,
     window: int | None,
     scale: float,
@@ -121,16 +113,17 @@ def attend_decode(
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of supported arguments, without gradients.
 
     lengths: integers [B] on the same device, or None. Keys from lengths[b] on are not read, and the last query of batch
-    entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. Returns [B, H, T, Dv], contiguous.
+    entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. There are no packed documents.
+    Returns [B, H, T, Dv], contiguous.
     """
-    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
+    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
     out, launches = plan_decode(call, lengths, multiprocessors(q1.device))
     run(launches, q1.device)
     return out
 
 
 @attend_decode.register_fake
-def _(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, lengths=None):
+def _(q1, q2, k1, k2, v, *_, **__):
     return v.new_empty(q1.shape[0], q1.shape[1], q1.shape[2], v.shape[3])
 
 
@@ -156,7 +149,7 @@ def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tup
         "factor": call.scale * LOG2_E.value, "T": T, "S": S, "window": window or 0, "heads": (H, q2.shape[1], G),
         "all_rows": rows, "input_strides": strides(q1, q2, k1, k2, v, lam), "mask_strides": mask_strides[:3],
         "mask_step": mask_strides[3], "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB, "BLOCK_N": cut.keys,
-        "SHARED_KEYS": k1.data_ptr() == k2.data_ptr() and k1.stride() == k2.stride(),
+        "SHARED_KEYS": call.k2 is None,
         "CAUSAL": call.is_causal and T > 1, "WINDOW": window is not None, "MASKED": mask is not None,
         "MASK_ROWS": mask_rows, "RAGGED": lengths is not None, "SINGLE_SPLIT": splits == 1, "num_warps": cut.num_warps,
         "num_stages": cut.num_stages, "maxnreg": cut.maxnreg,

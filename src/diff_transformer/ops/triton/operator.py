@@ -1,6 +1,7 @@
 """The kernels as PyTorch operators with gradients, so that they work with torch.compile, export and checkpointing.
 
-Arguments are the fields of ``Call``. Results are those of ``forward.plan_forward`` and ``backward.launch_backward``.
+Arguments are the first fields of ``Call``. Results are those of ``forward.plan_forward`` and
+``backward.launch_backward``.
 """
 
 import logging
@@ -9,12 +10,12 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import flops, gluon
+from diff_transformer.ops import flops
 from diff_transformer.ops.arguments import refuse_second_derivatives
-from diff_transformer.ops.call import Call, Documents, of_list
-from diff_transformer.ops.gluon.backward import attend_backward
-from diff_transformer.ops.gluon.forward import attend_forward
-from diff_transformer.ops.gluon.support import switched_off
+from diff_transformer.ops.call import OPERANDS, Call
+from diff_transformer.ops.hopper.backward import attend_backward
+from diff_transformer.ops.hopper.forward import attend_forward
+from diff_transformer.ops.hopper.support import unsupported_reason
 from diff_transformer.ops.triton.backward import launch_backward
 from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
@@ -33,25 +34,23 @@ def forward(
     k2: Tensor | None,
     v: Tensor,
     lam: Tensor,
+    first: Tensor | None,
     attn_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
     is_causal: bool,
     window: int | None,
     scale: float,
+    by_hopper: bool,
     need_gradient: bool,
-    one_pass: bool,
-    by_gluon: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, [B, T, H, Dv] in memory, and what the backward needs: the results of ``plan_forward``.
 
-    one_pass is for the backward. by_gluon: use Gluon if it can, in the backward too.
+    by_hopper: use the Hopper kernels where they support the call, in the backward too.
     """
-    documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
-    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
-    if by_gluon and _gluon_forward(call):
+    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
+    if by_hopper and _by_hopper("forward", call):
         return attend_forward(call, need_gradient)
-    _announce("forward", str(q1.device), q1.dtype, "plain Triton")
     results, launches = plan_forward(call, need_gradient, table_of(q1))
     run(launches, q1.device)
     return results
@@ -66,36 +65,28 @@ def backward(
     k2: Tensor | None,
     v: Tensor,
     lam: Tensor,
+    first: Tensor | None,
     attn_mask: Tensor | None,
     cu_seqlens_q: Tensor | None,
     cu_seqlens_k: Tensor | None,
+    is_causal: bool,
+    window: int | None,
+    scale: float,
+    by_hopper: bool,
     out1: Tensor,
     out2: Tensor,
     lse1: Tensor,
     lse2: Tensor,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    one_pass: bool,
-    by_gluon: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty if k2 is None. by_gluon: use Gluon if it can."""
-    one_pass = one_pass and not torch.are_deterministic_algorithms_enabled()
-    passes = "one pass" if one_pass else "two passes"
-    documents = None if cu_seqlens_q is None or cu_seqlens_k is None else Documents(cu_seqlens_q, cu_seqlens_k)
-    call = of_list(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, documents)
-    saved = (out1, out2, lse1, lse2)
-    if by_gluon and _gluon_backward(call, one_pass, passes):
-        return attend_backward(call, dout, saved)
-    _announce("backward", str(q1.device), q1.dtype, f"plain Triton, {passes}")
-    return launch_backward(call, dout, saved, one_pass)
+    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty if k2 is None."""
+    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
+    launch = attend_backward if by_hopper and _by_hopper("backward", call) else launch_backward
+    return launch(call, dout, (out1, out2, lse1, lse2))
 
 
 @forward.register_fake
-def _(
-    q1, q2, k1, k2, v, lam, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale, need_gradient, one_pass,
-    by_gluon=True,
-):  # fmt: skip
+def _(q1, q2, k1, k2, v, *rest):
+    need_gradient = rest[-1]
     B, H, T, _ = q1.shape
     out = v.new_empty(B, T, H, v.shape[3])
     out1, out2 = (like_queries(v, B, H, T) if need_gradient else v.new_empty(0) for _ in range(2))
@@ -111,20 +102,18 @@ def _(dout, q1, q2, k1, k2, v, lam, *rest):
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.is_causal, ctx.window, ctx.scale, _, ctx.one_pass, by_gluon = inputs
+    tensors, ctx.options = inputs[:10], inputs[10:-1]
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
-    # Read now: the backward follows the switch as it was at its forward.
-    ctx.by_gluon = by_gluon and not switched_off("two_pass")
 
 
 def _differentiate(ctx, dout, *unused):
     if dout is None:
-        return (None,) * 15
-    rest = (ctx.is_causal, ctx.window, ctx.scale, ctx.one_pass, ctx.by_gluon)
-    saved = ctx.saved_tensors
-    dq1, dq2, dk1, dk2, dv, dlam = backward(dout.transpose(1, 2), *saved, *rest)
-    return dq1, dq2, dk1, dk2 if saved[3] is not None else None, dv, dlam, *(None,) * 9
+        return (None,) * (OPERANDS + 2)
+    given = ctx.saved_tensors
+    tensors, saved = given[:10], given[10:]
+    dq1, dq2, dk1, dk2, dv, dlam = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
+    return dq1, dq2, dk1, dk2 if tensors[3] is not None else None, dv, dlam, *(None,) * (OPERANDS - 4)
 
 
 flops.count({
@@ -135,25 +124,14 @@ forward.register_autograd(_differentiate, setup_context=_save)
 backward.register_autograd(refuse_second_derivatives)
 
 
-def _gluon_forward(call: Call) -> bool:
-    """Whether the Gluon kernel computes the forward. Logs once why it does not."""
-    if call.q1.device.type != "cuda":
-        return False
-    reason = gluon.unsupported_reason(call)
-    _announce("forward", str(call.q1.device), call.q1.dtype, "Gluon" if reason is None else f"not Gluon: {reason}")
-    return reason is None
-
-
-def _gluon_backward(call: Call, one_pass: bool, passes: str) -> bool:
-    """Whether the Gluon kernels compute the gradients. Logs once why they do not."""
-    if call.q1.device.type != "cuda":
-        return False
-    reason = gluon.unsupported_backward_reason(call, one_pass)
-    what = f"Gluon, {passes}" if reason is None else f"not Gluon: {reason}"
-    _announce("backward", str(call.q1.device), call.q1.dtype, what)
+def _by_hopper(direction: str, call: Call) -> bool:
+    """True if the Hopper kernels compute this direction, "forward" or "backward". Logs once which kernels do."""
+    reason = unsupported_reason(call)
+    _announce(direction, str(call.q1.device), call.q1.dtype, reason)
     return reason is None
 
 
 @cache
-def _announce(direction: str, device: str, dtype: torch.dtype, what: str) -> None:
-    log.info("backend='triton', %s on %s, %s: %s", direction, device, str(dtype).removeprefix("torch."), what)
+def _announce(direction: str, device: str, dtype: torch.dtype, reason: str | None) -> None:
+    kernels = "Hopper kernels" if reason is None else f"plain Triton: {reason}"
+    log.info("backend='triton', %s on %s, %s: %s", direction, device, str(dtype).removeprefix("torch."), kernels)

@@ -3,7 +3,7 @@
 Hopper's at the paper's widths were timed (``HOPPER_TIMED``); none of the others. Causal calls at the main widths spill
 no registers otherwise: benchmarks/results/compiled.json lists them. There are too many kinds of calls to compile all:
 tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of features that
-take registers (window, documents, mask, shared heads, shared keys, one pass). Some of them spill, but none uses a
+take registers (window, documents, mask, shared heads, shared keys). Some of them spill, but none uses a
 spilled register in a loop of products; none serialises wgmma, and all fit the shared memory of their chips.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
@@ -41,7 +41,7 @@ class TileSize(NamedTuple):
 C = TileSize
 NARROW_KEYS = C(16, 64, 4, 1, False)  # with 8 warps, several would compute the same part of the keys' gradient
 
-# Tables: by kernel ("one_pass" is bwd_dkdv_kernel, if it adds to dQ as well) and by the largest widths (D, Dv) that an
+# Tables: by kernel and by the largest widths (D, Dv) that an
 # entry is for. An entry has a configuration for plain calls, one for calls with a window, documents, shared heads or a
 # mask, and one for masks that differ between queries, of the forward for any mask and for a negative scale; where it is
 # shorter, the last one serves the rest.
@@ -71,22 +71,11 @@ MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
         (128, 128): (C(32, 64, 8, 2),),
         (128, 256): (C(64, 64, 8, 1), C(32, 64, 8, 2)),
     },
-    "one_pass": {
-        (48, 96): (C(32, 64, 4, 1, False),),
-        (48, 192): (NARROW_KEYS,),
-        (48, 256): (NARROW_KEYS, NARROW_KEYS._replace(num_warps=8)),
-        (64, 128): (C(64, 32, 8, 2),),
-        (96, 192): (C(32, 32, 4, 1, False),),
-        (128, 128): (C(64, 32, 8, 1), C(64, 32, 8, 1), C(64, 16, 8, 1)),
-        (128, 256): (C(64, 16, 8, 1),),
-    },
 }
 MMA_SYNC_SMALL: Table = MMA_SYNC | {  # with 99 KiB
     "forward": MMA_SYNC["forward"] | {(128, 128): (C(128, 16, 8, 2, False),), (128, 256): (C(128, 16, 8, 1, False),)},
     "dkdv": MMA_SYNC["dkdv"] | {(128, 256): (C(64, 32, 8, 1),)},
     "dq": MMA_SYNC["dq"] | {(128, 256): (C(32, 64, 8, 1), C(32, 64, 8, 1, False), C(32, 64, 8, 2, False))},
-    "one_pass": MMA_SYNC["one_pass"]
-    | {(96, 192): (C(32, 32, 4, 1, False), C(32, 32, 4, 1, False), C(32, 16, 4, 1, False))},
 }
 BLACKWELL_SMALL: Table = MMA_SYNC_SMALL | {  # sm_120, whose compiler takes more registers
     "forward": MMA_SYNC_SMALL["forward"]
@@ -101,7 +90,6 @@ BLACKWELL_SMALL: Table = MMA_SYNC_SMALL | {  # sm_120, whose compiler takes more
     },
     "dq": MMA_SYNC_SMALL["dq"]
     | {(64, 128): (C(128, 32, 8, 2), C(32, 64, 4, 2)), (96, 192): (C(32, 64, 4, 2), C(32, 64, 4, 2, False))},
-    "one_pass": MMA_SYNC_SMALL["one_pass"] | {(96, 192): (C(32, 16, 4, 1, False),)},
 }
 BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows or more and its registers suffice
     "forward": {
@@ -122,11 +110,6 @@ BLACKWELL: Table = MMA_SYNC | {  # sm_100: tcgen05.mma where a tile has 64 rows 
         (64, 128): (C(128, 64, 8, 2), C(32, 64, 4, 2)),
         (96, 192): (C(128, 32, 8, 2), C(128, 32, 8, 1)),
         (128, 256): (C(128, 64, 8, 1), C(32, 64, 8, 2)),
-    },
-    "one_pass": MMA_SYNC["one_pass"]
-    | {
-        (96, 192): (C(16, 64, 4, 2, False), C(16, 64, 4, 1, False)),
-        (128, 256): (C(32, 64, 8, 1, False), C(16, 64, 8, 1, False)),
     },
 }
 HOPPER: Table = {
@@ -150,13 +133,6 @@ HOPPER: Table = {
         (96, 192): (C(128, 64, 8, 1, False), C(128, 64, 8, 1, False), C(128, 32, 8, 1, False)),
         (128, 256): (C(128, 64, 8, 1, False),),
     },
-    "one_pass": {
-        (63, 127): (C(32, 128, 8, 2, False),),
-        (64, 128): (C(32, 128, 8, 2, False), C(32, 128, 8, 2, False), C(16, 128, 8, 1, False)),
-        (48, 256): (NARROW_KEYS,),
-        (96, 192): (C(64, 32, 8, 2), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
-        (128, 256): (C(64, 32, 8, 1, False), C(64, 32, 8, 1, False), C(64, 16, 8, 1, False)),
-    },
 }
 # For these widths exactly, where a mask does not need an entry of its own: the fastest on an H200 of those in
 # benchmarks/results/sweep_gpu.json. Some spill up to 224 bytes a thread, in loops as well, and win all the same.
@@ -176,12 +152,11 @@ HOPPER_TIMED: Table = {
         (96, 192): (C(64, 32, 4, 2),),
         (128, 256): (C(128, 64, 8, 2, False),),
     },
-    "one_pass": {(64, 128): (C(32, 64, 4, 2, False),), (128, 256): (C(32, 128, 8, 1, False),)},
 }
 # fp32 products use no tensor cores, for exactness; some of these spill a few registers.
 FP32: Table = {
     "forward": {(64, 128): (C(32, 32, 8, 1, False),), (128, 256): (C(16, 16, 8, 1, False),)},
-    **{kernel: {(128, 256): (C(16, 16, 8, 1, False),)} for kernel in ("dkdv", "dq", "one_pass")},
+    **{kernel: {(128, 256): (C(16, 16, 8, 1, False),)} for kernel in ("dkdv", "dq")},
 }
 INTERPRETER: Table = {
     kernel: {(64, 256): (C(32, 32, 4, 1),), (128, 256): (C(32, 32, 4, 1, False),)} for kernel in HOPPER
@@ -190,7 +165,7 @@ LARGE_SHARED = 163 * 1024  # bytes
 
 
 def tile_size(kernel: str, call: Call, mask_by_query: bool, table: Table) -> TileSize:
-    """The tile of "forward", "dkdv", "dq" or "one_pass"; mask_by_query: ``attn_mask`` differs between queries."""
+    """The tile of "forward", "dkdv" or "dq"; mask_by_query: ``attn_mask`` differs between queries."""
     D, Dv = call.q1.shape[3], call.v.shape[3]
     entry = next(entry for (width, value), entry in table[kernel].items() if width >= D and Dv <= value)
     shared_heads = call.q1.shape[1] != call.k1.shape[1]

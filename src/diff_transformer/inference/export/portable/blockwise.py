@@ -3,14 +3,15 @@
 from torch import Tensor
 
 from diff_transformer.inference.export.portable.package import attend_by_package, installed
+from diff_transformer.ops import sdpa
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.softmax_calls import Sdpa
 
 
-def unsupported_reason(device, dtype) -> None:
-    """None: it computes everything."""
+def unsupported_reason(call: Call) -> str | None:
+    """Why the backend cannot compute this call, or None: it takes one document at a time."""
+    return None if call.documents is None else "blockwise takes no packed documents"
 
 
 def attend(call: Call) -> Tensor:
     """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
-    return Sdpa.attend(call) if installed() is None else attend_by_package(call, "blockwise")
+    return sdpa.attend(call) if installed() is None else attend_by_package(call, "blockwise")

@@ -3,7 +3,6 @@
 from functools import cache
 from importlib import import_module
 from types import ModuleType
-from typing import Any
 
 from torch import Tensor
 
@@ -41,13 +40,9 @@ installed._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
 # In place of ops/table.py.
 
 
-def look_up(call: Call, ours: bool) -> tuple[str, Any]:
-    """What "auto" means on a GPU: what the package says, else SDPA."""
-    return ("triton", "auto") if ours else ("sdpa", None)
-
-
-def check_environment() -> None:
-    """The package checks its own variables."""
+def prefers_triton(call: Call) -> bool:
+    """True: the package, which has the kernels, is faster."""
+    return True
 
 
 # In place of ops/cpu/decode.py.

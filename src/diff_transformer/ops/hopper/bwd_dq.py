@@ -10,7 +10,7 @@ once. One ring holds the keys of both maps, another the values. Both consumers v
 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from diff_transformer.ops.gluon.pipeline import (
+from diff_transformer.ops.hopper.pipeline import (
     LN_2,
     claim,
     gl,

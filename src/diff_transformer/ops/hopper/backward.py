@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
-from diff_transformer.ops.gluon.bwd_dq import bwd_dq
-from diff_transformer.ops.gluon.forward import OPTIONS, descriptor
-from diff_transformer.ops.gluon.support import unsupported_backward_shapes, unsupported_by_tma
+from diff_transformer.ops.hopper.bwd_dkdv import bwd_dkdv
+from diff_transformer.ops.hopper.bwd_dq import bwd_dq
+from diff_transformer.ops.hopper.forward import OPTIONS, descriptor
+from diff_transformer.ops.hopper.support import unsupported_by_tma
 from diff_transformer.ops.triton.deltas import plan_statistics
 from diff_transformer.ops.triton.launching import Launch, run, transposed_like
 
@@ -33,9 +33,6 @@ def attend_backward(
     Returns:
         dq1 [B, H, T, D], dq2 [B, Hn, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B,
         length, heads, width]; dlam [B, H, T, 1], fp32. Without k2, dk1 is the sum over both maps and dk2 is empty.
-
-    Raises:
-        ValueError: tensors that the kernels do not take.
     """
     results, launches = plan_backward(call, dout, saved)
     run(launches, call.q1.device)
@@ -53,9 +50,6 @@ def summed(call: Call, results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tenso
 
 def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Launch]]:
     """The results of ``attend_backward``, not yet computed nor ``summed``, and what computes them."""
-    reason = unsupported_backward_shapes(call)
-    if reason is not None:
-        raise ValueError(reason)
     q1, q2, k1, k2, v, lam = call.q1, call.q2, call.k1, call.k2, call.v, call.lam
     out1, out2, lse1, lse2 = saved
     if unsupported_by_tma(dout) is not None:  # strides of 0, as the gradient of a sum has, or a start between 16 bytes

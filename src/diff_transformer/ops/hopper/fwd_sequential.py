@@ -7,7 +7,7 @@ registers instead would spill. For 128 rows, K of each map is read once, V twice
 
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
 
-from diff_transformer.ops.gluon.pipeline import (
+from diff_transformer.ops.hopper.pipeline import (
     FWD_NOT_SPECIALIZED,
     claim,
     finalize,

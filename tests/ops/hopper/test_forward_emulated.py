@@ -19,10 +19,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.gluon import forward
-from diff_transformer.ops.gluon.forward import attend_forward
-from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
-from diff_transformer.ops.gluon.pipeline import release
+from diff_transformer.ops.hopper import forward
+from diff_transformer.ops.hopper.forward import attend_forward
+from diff_transformer.ops.hopper.fwd_sequential import fwd_sequential
+from diff_transformer.ops.hopper.pipeline import release
 
 D = 128
 
@@ -182,7 +182,7 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate,
     emulate(monkeypatch, changed=changed)
     refused = pytest.raises(AssertionError, match=r"^out \(T 70, S 63\)") if changed else nullcontext()
     with refused:
-        hopper_check.check(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
+        hopper_check.check(torch.device("cpu"), torch.bfloat16, CAUSAL, "forward")
 
 
 @pytest.mark.parametrize(
@@ -199,4 +199,4 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate,
 def test_the_gate_refuses_what_was_compiled_badly(monkeypatch, small_gate, spilled, ptx, said):
     emulate(monkeypatch, compiled=SimpleNamespace(n_spills=spilled, asm={"ptx": ptx}))
     with pytest.raises(AssertionError, match=f"^{said}"):
-        hopper_check.check(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "forward")
+        hopper_check.check(torch.device("cpu"), torch.bfloat16, CAUSAL, "forward")

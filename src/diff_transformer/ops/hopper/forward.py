@@ -9,8 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
-from diff_transformer.ops.gluon.support import unsupported_shapes
+from diff_transformer.ops.hopper.fwd_sequential import fwd_sequential
 from diff_transformer.ops.triton.launching import Launch, run
 
 ROWS = 64  # query rows of one computing warpgroup: the height of a wgmma tile
@@ -42,16 +41,13 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Ten
     """Differential attention on a Hopper GPU: (out, out1, out2, lse1, lse2).
 
     Args:
-        call: bfloat16 or float16; D is 128 and Dv 256; no mask, window or documents. Any scale.
+        call: one that ``unsupported_tensors`` accepts.
         need_gradient: whether the backward needs out1, out2, lse1 and lse2; otherwise they are empty.
 
     Returns:
         out [B, T, H, 2 D] in the dtype of v; out1 = softmax(q1 k1^T scale) v and out2, [B, H, T, 2 D] in the same
         memory layout; lse1 and lse2 [B, H, T], float32, in base 2: log2(sum(exp2(scores scale log2 e))). A fully masked
         row has out 0 and lse +inf.
-
-    Raises:
-        ValueError: tensors that the kernel does not take.
     """
     results, launches = plan_forward(call, need_gradient)
     run(launches, call.q1.device)
@@ -60,9 +56,6 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Ten
 
 def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
     """The results of ``attend_forward``, not yet computed, and what computes them."""
-    reason = unsupported_shapes(call)
-    if reason is not None:
-        raise ValueError(reason)
     q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
     B, H, T, D = q1.shape
     S, Dv = v.shape[2:]

@@ -18,14 +18,14 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from wrong_barriers import always_phase_0, claims_without_waiting, expects_too_few_bytes, no_wait
 
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.gluon import backward, forward
-from diff_transformer.ops.gluon.backward import attend_backward
-from diff_transformer.ops.gluon.bwd_dkdv import bwd_dkdv
-from diff_transformer.ops.gluon.bwd_dq import bwd_dq
-from diff_transformer.ops.gluon.forward import descriptor
-from diff_transformer.ops.gluon.fwd_sequential import fwd_sequential
-from diff_transformer.ops.gluon.support import unsupported_by_tma
-from diff_transformer.ops.triton import backward_form, operator
+from diff_transformer.ops.hopper import backward, forward, support
+from diff_transformer.ops.hopper.backward import attend_backward
+from diff_transformer.ops.hopper.bwd_dkdv import bwd_dkdv
+from diff_transformer.ops.hopper.bwd_dq import bwd_dq
+from diff_transformer.ops.hopper.forward import descriptor
+from diff_transformer.ops.hopper.fwd_sequential import fwd_sequential
+from diff_transformer.ops.hopper.support import unsupported_by_tma
+from diff_transformer.ops.triton import operator
 from diff_transformer.ops.triton.launching import INTERPRETED
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")
@@ -166,21 +166,17 @@ def require_readable(x):
     return x
 
 
-@pytest.mark.parametrize("form", ["two_pass", "one_pass"])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_forward_and_backward_of_the_operator(monkeypatch, form, compiled):
-    """As on a Hopper GPU: by these kernels, or by plain Triton after them, through autograd and the compiler."""
+def test_forward_and_backward_of_the_operator(monkeypatch, compiled):
+    """As on a Hopper GPU, through autograd and the compiler."""
     emulate(monkeypatch)
     monkeypatch.setattr(forward, "fwd_sequential", Kernel(fwd_sequential, 0))
-    monkeypatch.setattr(operator, "_gluon_forward", lambda *_: True)
-    monkeypatch.setattr(operator, "_gluon_backward", lambda call, one_pass, passes: not one_pass)
-    torch.use_deterministic_algorithms(False)
+    monkeypatch.setattr(operator, "unsupported_reason", support.unsupported_tensors)
     inputs = inputs_of("grouped keys", T=70, dtype=torch.float16, requires_grad=True)
     attend = functools.partial(diff_attention, is_causal=True, backend="triton")
     if compiled:
         attend = torch.compile(attend, fullgraph=True, backend="aot_eager")
-    with backward_form(form):
-        out = attend(*inputs)
+    out = attend(*inputs)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out)
     gradients = torch.autograd.grad(out, list(inputs), dout)
     _, expected = problem(inputs._make(x.detach() for x in inputs), CAUSAL)
@@ -255,4 +251,4 @@ def test_the_gate_lets_right_kernels_pass_and_no_others(monkeypatch, small_gate,
     emulate(monkeypatch, changed=changed)
     refused = pytest.raises(AssertionError, match=r"^d") if changed else nullcontext()
     with refused:
-        hopper_check.check(torch.device("cpu"), D, torch.bfloat16, CAUSAL, "two_pass")
+        hopper_check.check(torch.device("cpu"), torch.bfloat16, CAUSAL, "backward")

@@ -32,7 +32,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from diff_transformer.ops.gluon.pipeline import (
+from diff_transformer.ops.hopper.pipeline import (
     LN_2,
     claim,
     gl,
