@@ -71,7 +71,7 @@ def test_packed_training_is_one_launch_a_layer(monkeypatch, attention):
     launches = []
     compute = operator.plan_forward
     monkeypatch.setattr(
-        operator, "plan_forward", lambda *a: launches.append(a[0].documents.cu_seqlens_q.tolist()) or compute(*a)
+        operator, "plan_forward", lambda *a: launches.append(a[0].cu_seqlens_q.tolist()) or compute(*a)
     )
     model, found = make(attention).train(), []
     for implementation in ("diff_reference", "diff_triton"):
