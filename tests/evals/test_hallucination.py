@@ -497,8 +497,10 @@ def test_the_command_on_the_offline_default(tiny, tmp_path):
     assert result.provenance["length"] == 256
 
 
-def test_the_command_with_an_endpoint_needs_one_named(tiny, tmp_path, monkeypatch):
-    monkeypatch.delenv("DIFF_TRANSFORMER_JUDGE_URL", raising=False)
-    settings = settings_of("hallucination", {}, ["judge=endpoint", 'judge_options={"max_tokens": 4}'])
-    with pytest.raises(ValueError, match="set DIFF_TRANSFORMER_JUDGE_URL"):
+def test_the_command_with_an_endpoint_needs_a_key(tiny, tmp_path, monkeypatch):
+    pytest.importorskip("openai")
+    for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    settings = settings_of("hallucination", {}, ["judge=endpoint:m", 'judge_options={"max_tokens": 4}'])
+    with pytest.raises(RuntimeError, match=r"the judge m cannot be asked: .*OPENAI_API_KEY"):
         run_eval("hallucination", tiny, settings, tmp_path / "out.json")

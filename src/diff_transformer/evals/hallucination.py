@@ -9,16 +9,13 @@ cut at its end; the row says so, and the judge sees the same part as the model.
 """
 
 import math
-import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
-from diff_transformer.evals.judge_client import ChatClient, Prices, endpoint_from_environment
-from diff_transformer.evals.judges import NO, UNDECIDED, YES, EndpointJudge, Judge, Judgement, make_judge
+from diff_transformer.evals.judges import NO, UNDECIDED, YES, Judge, Judgement, make_judge
 from diff_transformer.evals.lm import LanguageModel, max_positions, settings_of_lm
 from diff_transformer.evals.prompts import (
     asked_details,
@@ -29,11 +26,10 @@ from diff_transformer.evals.prompts import (
     worded,
 )
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.evals.samples import CHANGES_NOTHING, Samples
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
-CHARACTERS_PER_NEW_TOKEN = 6  # for the cost estimate; chosen high
 
 
 @dataclass(frozen=True)
@@ -51,26 +47,11 @@ class Settings:
     summary_tokens: int = 128
     # New tokens for an answer.
     answer_tokens: int = 32
-    # "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint": an OpenAI-compatible chat endpoint, named
-    # by the environment variables DIFF_TRANSFORMER_JUDGE_URL, _MODEL and _KEY (extra "judge")
+    # "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint:MODEL", a model of the OpenAI-compatible
+    # chat endpoint in the environment variables OPENAI_BASE_URL and OPENAI_API_KEY (extra "judge")
     judge: str = "containment"
-    # Price of the endpoint per million tokens of prompts.
-    prompt_price: float = field(default=0.0, metadata=CHANGES_NOTHING)
-    # Price per million tokens of replies.
-    completion_price: float = field(default=0.0, metadata=CHANGES_NOTHING)
-    # Most that may be spent, in the same currency. The endpoint is not asked if the estimate is higher, nor once this
-    # much is spent.
-    max_cost: float | None = field(default=None, metadata=CHANGES_NOTHING)
-    # Ask the endpoint whatever the estimate.
-    confirm: bool = field(default=False, metadata=CHANGES_NOTHING)
-    # Rate limit of the endpoint; 0 for none.
-    requests_per_minute: float = field(default=0.0, metadata=CHANGES_NOTHING)
-    # Seconds to wait for one of its replies.
-    timeout: float = field(default=60.0, metadata=CHANGES_NOTHING)
-    # Fields of its requests, as JSON; by default {"temperature": 0, "max_tokens": 16}.
+    # Fields of the endpoint's requests, as JSON; by default {"temperature": 0, "max_tokens": 16}.
     judge_options: dict | None = None
-    # File that keeps its replies; None for judge-replies.jsonl in the user's cache folder.
-    judge_cache: str | None = field(default=None, metadata=CHANGES_NOTHING)
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
     # Words of a question about a text, with {document} and {question}; empty for ours.
@@ -83,21 +64,10 @@ class Settings:
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the sets, make the judge, and evaluate."""
-    judge = make_judge(settings.judge, client=lambda: _endpoint(settings), device=str(lm.device))
+    judge = make_judge(settings.judge, options=settings.judge_options, device=str(lm.device))
     sets = load_grounded(settings.data, samples=settings.samples, seed=settings.seed)
     result = evaluate_hallucination(lm, sets, judge, settings, samples)
     return replace(result, provenance={**result.provenance, "data": settings.data, "seed": settings.seed})
-
-
-def _endpoint(settings: Settings) -> EndpointJudge:
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    cache = Path(settings.judge_cache) if settings.judge_cache else folder / "diff-transformer" / "judge-replies.jsonl"
-    client = ChatClient(
-        endpoint_from_environment(), cache=cache, options=settings.judge_options, timeout=settings.timeout,
-        requests_per_minute=settings.requests_per_minute, max_cost=settings.max_cost,
-        prices=Prices(settings.prompt_price, settings.completion_price),
-    )  # fmt: skip
-    return EndpointJudge(client, max_cost=settings.max_cost, confirm=settings.confirm)
 
 
 def evaluate_hallucination(
@@ -129,9 +99,7 @@ def evaluate_hallucination(
     samples = samples or Samples()
     new_tokens = {"summary": summary_tokens, "question": answer_tokens}
     kept = {name: list(items)[: samples.limit] for name, items in sets.items()}
-    judge.prepare(
-        [item for items in kept.values() for item in items], CHARACTERS_PER_NEW_TOKEN * max(new_tokens.values())
-    )
+    judge.prepare([item for items in kept.values() for item in items])
 
     def write(items: list[GroundedItem]) -> list[dict]:
         return _outputs(lm, items, limit, new_tokens, words, chat_template)

@@ -1,6 +1,7 @@
 """Judges: is a text supported by its source? Each answers yes, no, or undecided.
 
-    endpoint      a chat model behind an OpenAI-compatible endpoint
+    endpoint:NAME a chat model behind an OpenAI-compatible endpoint, by the package ``openai``, which reads its address
+                  and key from OPENAI_BASE_URL and OPENAI_API_KEY and repeats requests that fail for the moment
     lm:PATH       a local causal LM: compares the log-probabilities of " yes" and " no" after the same prompt
     containment   no model. Questions: does the output contain a reference answer? Summaries: does the source contain
                   every word of the output? (Strict with paraphrases, and blind to how the words are combined.)
@@ -11,16 +12,13 @@ The judged text is data. It stands between marks that it cannot contain, and non
 import hashlib
 import re
 import string
-import sys
 import unicodedata
-from collections.abc import Callable
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_extra, require_positive
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import encode, leading_ids
-from diff_transformer.evals.judge_client import ChatClient
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.prompts import Fitted, fit_document
@@ -38,7 +36,7 @@ class Judgement(NamedTuple):
 class Judge(Protocol):
     name: str
 
-    def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
+    def prepare(self, items: list[GroundedItem]) -> None:
         """Called once, before anything is generated. Raise ValueError for items that cannot be judged."""
 
     def __call__(self, item: GroundedItem, output: str) -> Judgement: ...
@@ -99,59 +97,53 @@ def parse_answer(reply: str) -> str | None:
 
 
 class EndpointJudge:
-    """Asks a chat endpoint, up to ``attempts`` times until a reply is a verdict; otherwise undecided.
+    """Asks a chat model, up to ``attempts`` times until a reply is a verdict; otherwise undecided.
 
     Args:
-        max_cost: highest estimate allowed; needs a client with prices.
-        confirm: start whatever the estimate.
-        say: receives the estimate before anything starts.
+        model: its name at the endpoint.
+        options: fields of a request besides model and messages.
+
+    Raises:
+        RuntimeError: if the package ``openai`` is not installed, or the endpoint refuses or does not recover.
     """
 
-    def __init__(
-        self,
-        client: ChatClient,
-        *,
-        attempts: int = 3,
-        max_cost: float | None = None,
-        confirm: bool = False,
-        say: Callable[[str], None] = lambda text: print(text, file=sys.stderr),
-    ):
-        require_positive(attempts=attempts, max_cost=max_cost)
-        self.client, self.attempts, self.max_cost, self.confirm, self.say = client, attempts, max_cost, confirm, say
-        self.name = f"endpoint:{client.endpoint.model}"
+    def __init__(self, model: str, options: dict | None = None, *, attempts: int = 3):
+        require_positive(attempts=attempts)
+        require_extra("judge", "a judge endpoint", "openai")
+        import openai
 
-    def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
-        """Print the estimated cost, and refuse to start without a limit or a confirmation.
+        try:
+            self.client = openai.OpenAI()
+        except openai.OpenAIError as error:
+            raise RuntimeError(f"the judge {model} cannot be asked: {error}") from None
+        self.model, self.attempts, self.name = model, attempts, f"endpoint:{model}"
+        self.options = {"temperature": 0, "max_tokens": 16} if options is None else options
 
-        Raises:
-            ValueError: if the estimate is above ``max_cost``, or there is neither a limit with prices nor ``confirm``.
-        """
-        estimate = self.client.estimate([len(judge_prompt(item, "x" * output_characters)) for item in items])
-        self.say(
-            f"judge {self.client.endpoint.model} at {self.client.endpoint.host}: {estimate}; cached replies are free"
-        )
-        if self.confirm:
-            return
-        prices = self.client.prices
-        if self.max_cost is None or not (prices.prompt or prices.completion):
-            raise ValueError(
-                f"the judge would send {estimate}; set confirm=true to continue, or prompt_price and completion_price "
-                "(per million tokens) with max_cost"
-            )
-        if estimate.money > self.max_cost:
-            raise ValueError(
-                f"the judge would send {estimate}, above max_cost {self.max_cost:g}; lower samples, raise max_cost, "
-                "or set confirm=true"
-            )
+    def prepare(self, items: list[GroundedItem]) -> None:
+        """Accept all items."""
 
     def __call__(self, item: GroundedItem, output: str) -> Judgement:
         prompt, reply = judge_prompt(item, output), ""
-        for attempt in range(self.attempts):
-            reply = self.client.reply(prompt, attempt)
+        for _ in range(self.attempts):
+            reply = self._reply(prompt)
             verdict = parse_answer(reply)
             if verdict is not None:
                 return Judgement(verdict, reply[:200])
         return Judgement(UNDECIDED, f"{self.attempts} replies held no verdict; the last: {reply[:200]!r}")
+
+    def _reply(self, prompt: str) -> str:
+        """The text of the reply; empty if there is none, as for a prompt that the endpoint filters."""
+        import openai
+
+        messages: Any = [{"role": "user", "content": prompt}]
+        try:
+            reply = self.client.chat.completions.create(model=self.model, messages=messages, extra_body=self.options)
+        except openai.OpenAIError as error:
+            words = f"{error} {error.response.text[:300]}" if isinstance(error, openai.APIStatusError) else str(error)
+            if isinstance(error, openai.BadRequestError) and "content_filter" in words:
+                return ""
+            raise RuntimeError(f"{self.name}: {words}; verdicts so far are kept, run again with --resume") from None
+        return reply.choices[0].message.content or "" if reply.choices else ""
 
 
 class LikelihoodJudge:
@@ -161,7 +153,7 @@ class LikelihoodJudge:
         self.lm, self.name = lm, f"lm:{lm.name}"
         self.words = [encode(lm.tokenizer, word).tolist() for word in (" yes", " no")]
 
-    def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
+    def prepare(self, items: list[GroundedItem]) -> None:
         """Check that every prompt fits. A source that is too long will be cut, and the verdict says so.
 
         Raises:
@@ -197,7 +189,7 @@ class ContainmentJudge:
 
     name = "containment"
 
-    def prepare(self, items: list[GroundedItem], output_characters: int) -> None:
+    def prepare(self, items: list[GroundedItem]) -> None:
         """Raise ValueError for a question without reference answers."""
         for item in items:
             if item.kind == "question" and not any(normalised(reference) for reference in item.references):
@@ -241,18 +233,25 @@ def _contains(words: list[str], wanted: list[str]) -> bool:
     return any(words[i : i + len(wanted)] == wanted for i in range(len(words) - len(wanted) + 1))
 
 
-def make_judge(name: str, *, client: Callable[[], EndpointJudge], device: str | None = None) -> Judge:
-    """The judge called "containment", "endpoint" (made by ``client``) or "lm:PATH".
+def make_judge(name: str, *, options: dict | None = None, device: str | None = None) -> Judge:
+    """The judge called "containment", "endpoint:MODEL" or "lm:PATH".
+
+    Args:
+        options: fields of an endpoint's requests.
+        device: of a local model.
 
     Raises:
         ValueError: for another name.
     """
+    kind, _, of = name.partition(":")
     if name == "containment":
         return ContainmentJudge()
-    if name == "endpoint":
-        return client()
-    if name.startswith("lm:") and len(name) > 3:
+    if kind == "endpoint" and of:
+        return EndpointJudge(of, options)
+    if kind == "lm" and of:
         from diff_transformer.evals.lm import load_lm
 
-        return LikelihoodJudge(load_lm(name.removeprefix("lm:"), device=device))
-    raise ValueError(f"judge is {name!r}; give containment, endpoint, or lm:PATH (a folder, a hub name or a preset)")
+        return LikelihoodJudge(load_lm(of, device=device))
+    raise ValueError(
+        f"judge is {name!r}; give containment, endpoint:MODEL, or lm:PATH (a folder, a hub name or a preset)"
+    )
