@@ -1,10 +1,9 @@
-"""Register the models with transformers' Auto classes lazily: ``import diff_transformer`` imports neither of them.
+"""Register the models with transformers lazily: ``import diff_transformer`` imports neither of them.
 
-The Auto classes get a config stub: immediately, or as soon as transformers loads its table of configurations. The first
-checkpoint that uses the stub loads ``model.modeling``, which registers the real classes. A model of transformers that
-``differentiate`` made differential keeps its class: ``PreTrainedModel.post_init`` gets one more step, which restores
-the attention if the configuration has the entry ``differential``. ``when_imported`` serves other libraries that are
-told of this package only if they are used.
+The Auto classes get a config stub as soon as transformers loads its table of configurations. The first checkpoint that
+uses the stub loads ``model.modeling``, which registers the real classes. A model of transformers that ``differentiate``
+changed keeps its class, for which transformers has no hook; so three methods of ``PreTrainedModel`` get one more step,
+for configurations with the entry ``differential`` alone.
 """
 
 import sys
@@ -16,8 +15,6 @@ from types import ModuleType
 from typing import Any
 
 MODEL_TYPE = "diff_transformer"
-_TABLE = "transformers.models.auto.configuration_auto"
-_MODELS = "transformers.modeling_utils"
 _DIFFERENTIATE = "diff_transformer.model.differentiate"
 
 
@@ -25,10 +22,10 @@ class _Forwarding(type):
     def __getattr__(cls, name: str):
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(_configuration(), name)
+        return getattr(import_module("diff_transformer.model.modeling").DiffTransformerConfig, name)
 
     def __call__(cls, *args, **kwargs):
-        return _configuration()(*args, **kwargs)
+        return import_module("diff_transformer.model.modeling").DiffTransformerConfig(*args, **kwargs)
 
 
 class ConfigStub(metaclass=_Forwarding):
@@ -48,15 +45,14 @@ class _Finder:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
-        if spec is None or spec.loader is None:
-            return spec
-        execute = spec.loader.exec_module
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
 
-        def execute_and_act(module):
-            execute(module)
-            self.action(module)
+            def execute_and_act(module: ModuleType) -> None:
+                execute(module)
+                self.action(module)
 
-        spec.loader.exec_module = execute_and_act
+            spec.loader.exec_module = execute_and_act
         return spec
 
 
@@ -69,33 +65,34 @@ def when_imported(module: str, action: Callable[[ModuleType], None]) -> None:
 
 
 def register() -> None:
-    """Register the stub, and the step that restores differential models, now or when transformers is imported."""
-    when_imported(_TABLE, _enter)
-    when_imported(_MODELS, _restore_differential)
+    """Register the stub, and the steps of differential models, now or when transformers is imported."""
+    when_imported("transformers.models.auto.configuration_auto", _register_stub)
+    when_imported("transformers.modeling_utils", _extend_models)
 
 
-def _enter(table: Any) -> None:
+def _register_stub(table: Any) -> None:
     if MODEL_TYPE not in table.CONFIG_MAPPING:
         table.AutoConfig.register(MODEL_TYPE, ConfigStub)
 
 
-def _configuration():
-    return import_module("diff_transformer.model.modeling").DiffTransformerConfig
+def _extend_models(models: Any) -> None:
+    """Register the names of ``attn_implementation`` first, restore attention before weights load, write a card."""
 
+    def step(method: str, before: str = "", after: str = "") -> None:
+        original = getattr(models.PreTrainedModel, method)
 
-def _restore_differential(models: Any) -> None:
-    init, post_init = models.PreTrainedModel.__init__, models.PreTrainedModel.post_init
+        @wraps(original)
+        def extended(self, *args, **kwargs):
+            config = getattr(self, "config", args[0] if args else None)
+            code = import_module(_DIFFERENTIATE) if getattr(config, "differential", None) is not None else None
+            if code and before:
+                getattr(code, before)(self)
+            original(self, *args, **kwargs)
+            if code and after:
+                getattr(code, after)(self, *args)
 
-    @wraps(init)
-    def knowing(self, config, *args, **kwargs):
-        if getattr(config, "differential", None) is not None:
-            import_module(_DIFFERENTIATE)  # registers the names of attn_implementation, which are checked next
-        init(self, config, *args, **kwargs)
+        setattr(models.PreTrainedModel, method, extended)
 
-    @wraps(post_init)
-    def restoring(self):
-        if getattr(self.config, "differential", None) is not None:
-            import_module(_DIFFERENTIATE).restore(self)
-        post_init(self)
-
-    models.PreTrainedModel.__init__, models.PreTrainedModel.post_init = knowing, restoring
+    step("__init__")
+    step("post_init", before="restore")
+    step("save_pretrained", after="save_card")

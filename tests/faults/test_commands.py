@@ -42,7 +42,6 @@ def right(texts, tmp_path) -> dict[str, list[str]]:
         "info": ["3B"],
         "convert": [model, "--to", "diffllama", "--out"],
         "generate": [model, "a", "--max-new-tokens", "1"],
-        "export": [model, "--out"],
     }
     assert set(lines) == set(COMMANDS)
     return lines

@@ -55,7 +55,6 @@ def commands(texts, training, tmp_path):
         "train": (training, ["--resume"]),
         "prepare": (rows, ["--resume"]),
         "convert": (["convert", model, "--to", "diffllama"], []),
-        "export": (["export", model], []),
         "compare": (["compare", *training[1:], "--set", "evaluation.more={}"], ["--resume"]),
         "eval": (["eval", "all", "--quick", "--model", model, "--limit", "1", "--length", "64"], ["--resume"]),
     }
@@ -65,7 +64,7 @@ def size(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
-@pytest.mark.parametrize("name", ["train", "prepare", "convert", "export", "compare"])
+@pytest.mark.parametrize("name", ["train", "prepare", "convert", "compare"])
 def test_a_full_disk(cli, commands, tmp_path, reliability, name):
     """From a disk on which nothing fits to one on which nearly all does. With room, the command goes on."""
     (command, goes_on), outcomes = commands[name], Counter()

@@ -141,7 +141,6 @@ def test_model_folders(cli, texts, tmp_path, reliability):
                 ["generate", folder, "a", "--max-new-tokens", "1"],
                 ["eval", "needle", "--model", folder, "--quick", "--limit", "1", "--length", "256"],
                 ["convert", folder, "--to", "diffllama"],
-                ["export", folder],
                 [*training, "--set", f"train.initial_model={folder}", "--set", f"data.tokenizer={folder}"],
             )
         ):
@@ -231,7 +230,7 @@ def test_settings_that_do_not_fit(cli, tmp_path, reliability):
     for harm in WRONG:
         folder = save_tiny_model(tmp_path / harm.__name__)
         harm(folder, tmp_path)
-        for command in (["generate", folder, "a"], ["convert", folder, "--to", "diffllama"], ["export", folder]):
+        for command in (["generate", folder, "a"], ["convert", folder, "--to", "diffllama"]):
             out = [] if command[0] == "generate" else ["--out", tmp_path / "out"]
             assert_words(cli(*command, *out, limit=60), "")
             outcomes["refused in words"] += 1
@@ -262,7 +261,7 @@ def test_texts(cli, tmp_path, reliability, kind):
     out, corpora = ["--out", tmp_path / "out"], ("/dev/zero", tmp_path / "pipe.txt", folder)
     lines = [["prepare", corpus, "--tokenizer", "bytes", *out] for corpus in corpora]
     lines += [["train", "--recipe", "debug", "--set", f"data.corpus={corpus}", *out] for corpus in corpora]
-    lines += [["generate", model, "a"], ["convert", model, *out], ["export", model, *out]]
+    lines += [["generate", model, "a"], ["convert", model, *out]]
     lines += [["eval", "needle", "--model", model, "--quick", *out], ["report", tmp_path / "pipe.txt", *out]]
     for line in lines:
         assert_words(cli(*line, limit=60), "")

@@ -42,4 +42,3 @@ def test_every_block_runs(folder):
             done = CliRunner().invoke(app, shlex.split(line)[1:], input=text, catch_exceptions=False)
             assert done.exit_code == 0, line
             assert done.stdout, line
-    assert (folder / "exported" / "modeling_diff_transformer.py").exists()

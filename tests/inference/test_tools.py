@@ -14,7 +14,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.inference.export import export
 from diff_transformer.model.presets import preset
 
 PAIR = pytest.mark.parametrize("attention", ["diff", "softmax"])
@@ -56,7 +55,6 @@ def test_the_harness_s_own_command_opens_a_folder_as_the_page_says(folder, tmp_p
     page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text()
     commands = [shlex.split(line) for line in re.findall(r"^    (.*--model hf .*)$", page, re.MULTILINE)]
     assert [command[0] for command in commands] == ["python", "lm_eval"]
-    export(str(folder), tmp_path / "exported")
     (tmp_path / "facts.yaml").write_text(json.dumps(facts(tmp_path)))  # JSON is YAML
     more = ["--tasks", "facts", "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "1"]
     told = []

@@ -165,8 +165,8 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
     assert len(comparison_records(out)) == 9
     trained = out / "members" / "diff-seed1" / "run" / "model"
     card = (trained / "README.md").read_text()
-    assert "# Qwen3ForCausalLM with differential attention, trained\n" in card
-    assert "made of" not in card
+    assert " with differential attention, trained\n" in card
+    assert "| class | Qwen3ForCausalLM, whose code is unchanged |" in card
     assert read_training(trained)["start"] == "the weights of diff"
 
 

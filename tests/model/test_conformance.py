@@ -252,7 +252,7 @@ def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
     card = (tmp_path / "README.md").read_text()
     assert f"| parameters | {model.num_parameters():,} |" in card
     first = card.partition("\n# ")[2].splitlines()[2]
-    assert first.startswith("A program that reports that it does not recognize this architecture needs the package")
+    assert first.startswith("It needs the package (`pip install diff-transformer`)")
     code = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(tmp_path))
     names: dict = {}
     exec(code, names)

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import os
 import pickle
 import re
 import subprocess
@@ -371,6 +372,29 @@ print(type(AutoModel.from_pretrained({str(tmp_path)!r})).__name__)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     names = ["DiffTransformerConfig", "DiffTransformerForCausalLM", "DiffTransformerModel"]
     assert done.stdout.split() == names, done.stderr[-2000:]
+
+
+def test_a_folder_opens_where_nothing_imports_the_package(tmp_path):
+    """With ``trust_remote_code``, by the file that imports the package; saved again, it is no copy of the package."""
+    model = save(tmp_path / "model")
+    assert len((tmp_path / "model" / "diff_transformer_code.py").read_text().splitlines()) <= 12
+    assert "auto_map" not in vars(model.config)
+    code = f"""import sys, torch
+from transformers import AutoConfig, AutoModelForCausalLM
+loaded = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
+assert AutoConfig.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).num_diff_heads == 2
+loaded.save_pretrained({str(tmp_path / "again")!r})
+torch.save(loaded(torch.arange(9)[None]).logits, {str(tmp_path / "logits")!r})
+"""
+    environment = {**os.environ, "HF_MODULES_CACHE": str(tmp_path / "modules")}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment)
+    assert not done.returncode, done.stderr[-2000:]
+    assert torch.equal(torch.load(tmp_path / "logits"), model(torch.arange(9)[None]).logits)
+    files = ({path.name for path in (tmp_path / name).iterdir()} - {"README.md"} for name in ("model", "again"))
+    before, after = files
+    assert before - after == {"tokenizer.json", "tokenizer_config.json"}
+    assert not after - before
+    assert torch.equal(read_model(tmp_path / "again").eval()(tokens()).logits, model(tokens()).logits)
 
 
 def test_auto_classes_know_a_configuration_made_by_hand():

@@ -14,7 +14,6 @@ from killed_runs import OF_THE_MACHINE
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from diff_transformer.inference.export import export
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.card import read_training
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint
@@ -64,7 +63,7 @@ def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
     assert torch.equal(loaded(ids).logits, trained.model(ids).logits)
 
 
-def test_the_card_says_how_the_model_was_trained_and_an_export_repeats_it(config, tmp_path):
+def test_the_card_says_how_the_model_was_trained(config, tmp_path):
     corpus = Path(config.data.corpus)
     train(override(config, ["train.steps=2", "train.seed=7"]), tmp_path / "run")
     training = read_training(tmp_path / "run" / "model")
@@ -74,8 +73,6 @@ def test_the_card_says_how_the_model_was_trained_and_an_export_repeats_it(config
     assert training["tokens"] == f"{2 * config.train.batch_size * config.data.length:,}"
     assert (training["corpus"], training["seed of weights and rows"]) == (corpus.name, "7")
     assert str(corpus.parent) not in (tmp_path / "run" / "model" / "README.md").read_text()
-    export(str(tmp_path / "run" / "model"), tmp_path / "exported")
-    assert read_training(tmp_path / "exported") == training
     AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").save_pretrained(tmp_path / "by hand")
     assert read_training(tmp_path / "by hand") is None
 

@@ -1,4 +1,4 @@
-"""Commands that use or convert a model: convert, generate, export, serve."""
+"""Commands that use or convert a model: convert, generate, serve."""
 
 from pathlib import Path
 from typing import Annotated, Any
@@ -81,25 +81,6 @@ def generate(
         model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
         assistant=assistant,
     )  # fmt: skip
-
-
-@app.command()
-def export(
-    model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, hub name or preset.")],
-    out: Out,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
-    for_engines: Annotated[
-        bool, typer.Option("--for-engines", help="For engines that run models of transformers, such as vLLM.")
-    ] = False,
-):
-    """Write a checkpoint with its code, for trust_remote_code where this package is not installed."""
-    from diff_transformer.durable import require_writable
-    from diff_transformer.inference.export import export as run
-
-    quiet()
-    require_writable(out)
-    run(model, out, dtype=dtype, for_engines=for_engines)
-    print(f"model: {out}")
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,1 +1,1 @@
-"""Generate text with a trained model, and export it to machines without this package."""
+"""Generate text with a trained model."""

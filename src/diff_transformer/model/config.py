@@ -1,9 +1,11 @@
 """The configuration of the DIFF Transformer and of its matched Transformer: one class, one field apart."""
 
 import difflib
+import os
 import warnings
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any
 
 from transformers import PreTrainedConfig
@@ -22,6 +24,21 @@ from diff_transformer.model.implementations import check_backend
 from diff_transformer.settings import POSITIVE, PositiveInt, Rule, as_kind, check_rules, one_of
 
 ACTIVATIONS = ("silu", "poly_norm")
+CODE = "diff_transformer_code"  # a file beside the weights, for AutoModel with trust_remote_code=True
+_TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
+_AUTO_MAP = {
+    "AutoConfig": f"{CODE}.DiffTransformerConfig",
+    "AutoModel": f"{CODE}.DiffTransformerModel",
+    **{f"AutoModelFor{task}": f"{CODE}.DiffTransformerFor{task}" for task in _TASKS},
+}
+_STUB = f'''"""The classes of this model, from the package diff-transformer: pip install diff-transformer."""
+
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.modeling import (
+    DiffTransformerModel,
+    {", ".join(f"DiffTransformerFor{task}" for task in _TASKS)},
+)
+'''
 _OptionalSize = Annotated[int | None, POSITIVE]
 # What is no number, or NaN, passes: ``as_kind`` says more of it.
 _NOT_NEGATIVE = Rule(lambda value: not isinstance(value, int | float) or not value < 0, "give 0 or more")
@@ -185,11 +202,9 @@ class DiffTransformerConfig(PreTrainedConfig):
         """A configuration from the content of a file; ``kwargs`` override it.
 
         Keys that no field has (of other tools, other versions, a user's notes) become attributes, so that
-        ``save_pretrained`` writes them again. One warning names them. The entry for code that an exported folder brings
-        is left out, as that code is not saved again.
+        ``save_pretrained`` writes them again. One warning names them.
         """
-        if cls.__module__.startswith("diff_transformer."):  # not the exported code itself
-            config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
+        config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
         foreign = _unknown({key: value for key, value in config_dict.items() if key not in cls.__dataclass_fields__})
         if foreign:
             _warn_of_foreign_keys(tuple(foreign))
@@ -201,6 +216,19 @@ class DiffTransformerConfig(PreTrainedConfig):
         for key, value in foreign.items():
             setattr(config, key, value)
         return made
+
+    def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
+        """As in transformers, with a file that imports this package for ``trust_remote_code=True``."""
+        self.auto_map = _AUTO_MAP
+        try:
+            super().save_pretrained(save_directory, *args, **kwargs)
+        finally:
+            del self.auto_map
+        Path(save_directory, f"{CODE}.py").write_text(_STUB, encoding="utf-8")
+
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig"):
+        """Do nothing: a folder brings no code but an import."""
 
     def check(self):
         """Raise ValueError for sizes that are not positive or do not fit together, and for unknown values.

@@ -16,9 +16,11 @@ Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value 
 import copy
 import inspect
 import math
+import os
 import sys
 import warnings
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -29,6 +31,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from diff_transformer.checks import listed
+from diff_transformer.model.card import differential_card, source_facts
 from diff_transformer.model.convert.plan import each_head_twice
 from diff_transformer.model.heads import check_attention
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, OWN_NAMES
@@ -101,7 +104,8 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
     dropout = max(_dropout(module) for module in model.modules() if _attends(module))
     if dropout:
         warnings.warn(f"attention dropout {dropout:g} is left out: differential attention has none", stacklevel=2)
-    setattr(model.config, ENTRY, {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT})
+    entry = {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT}
+    setattr(model.config, ENTRY, entry | {"source": source_facts(model.config._name_or_path)})
     restore(model)
     model.set_attn_implementation(DEFAULT)
     model.add_model_tags(["diff-transformer", "differential-attention"])
@@ -139,6 +143,13 @@ def restore(model: PreTrainedModel) -> None:
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks
     config.attn_implementation = DEFAULT
+
+
+def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any) -> None:
+    """Write the model card, ``README.md``, if there is none; ``save_pretrained`` calls it."""
+    path = Path(save_directory, "README.md")
+    if is_main_process and path.parent.is_dir() and not path.exists():
+        path.write_text(differential_card(model), encoding="utf-8")
 
 
 def _double(module: Any, parts: _Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:

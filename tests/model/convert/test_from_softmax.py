@@ -8,8 +8,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
-from diff_transformer.inference.export import engine_config
+from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_llama
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.testing import assert_within_budget
@@ -208,12 +207,6 @@ def test_lambda_init_of_a_folder(source, tmp_path):
     notes = convert_folder(tmp_path / "source", tmp_path / "out", target="diff", lambda_init=0.25)
     assert json.loads((tmp_path / "out" / "config.json").read_text())["lambda_init"] == 0.25
     assert any("lambda starts at 0.25" in note for note in notes)
-    assert any("export --for-engines" in note for note in notes)
-    with pytest.raises(ValueError, match="converted with `convert --to diff_v2` has a form for engines"):
-        engine_config(DiffTransformerConfig.from_pretrained(tmp_path / "out"))
-    notes = convert_folder(tmp_path / "source", tmp_path / "second", target="diff_v2")
-    assert not any("export --for-engines" in note for note in notes)
-    assert engine_config(DiffTransformerConfig.from_pretrained(tmp_path / "second")).attention == "diff_v2"
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert saved.lambdas().tolist() == [0.25] * 3
 

@@ -9,7 +9,7 @@ from command_line import cli
 from transformers import AutoModelForCausalLM
 
 import diff_transformer
-from diff_transformer.model.convert import convert_folder
+from diff_transformer.model.convert import convert_folder, softmax_to_diff
 
 IDS = torch.tensor([[5, 9, 33, 71, 2, 8]])
 
@@ -105,28 +105,29 @@ def test_what_is_differential_already_stays(saved):
     refused(source, "is a 'llama' model made differential in place, where it stays", "diff-transformer")
 
 
-def test_engines_and_export_say_what_they_do_not_take(tmp_path, monkeypatch):
-    from diff_transformer.inference.export import export
-    from diff_transformer.serving import engines, server
-
-    model = diff_transformer.differentiate(tiny("Qwen3"))
-    with pytest.raises(ValueError, match="the model was made differential in place, in a class of transformers"):
-        export(model, tmp_path / "exported")
-    with pytest.raises(ValueError, match="made differential in place, which has no paged cache"):
-        server._check_paged(model.config)
-    monkeypatch.setattr(engines, "vllm_folder", lambda: tmp_path)
-    for kind in ("diff_v2", "diff"):
-        diff_transformer.differentiate(tiny("Qwen3"), kind).save_pretrained(tmp_path / kind)
-    served, reason = (
-        engines.vllm_unsupported_reason(str(tmp_path / kind), attn_implementation=None, device="auto")
-        for kind in ("diff_v2", "diff")
-    )
-    assert served is None  # by vLLM's Transformers backend
-    assert "was made differential in place" in reason
-
-
 def test_gguf_is_refused_with_the_way_to_convert_it(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "model-q4.gguf").write_bytes(b"GGUF")
     for path in (tmp_path / "models", tmp_path / "models" / "model-q4.gguf"):
         refused(path, r"model-q4\.gguf is GGUF.*docs/pretrained_to_diff.md", error=ValueError)
+
+
+FACTS = "base_model: source\nlicense: other\nlicense_name: ours\n"
+
+
+@pytest.mark.parametrize("way", ["folder", "memory", "differentiated", "differentiated folder"])
+def test_the_card_has_the_licence_and_the_name_of_the_source(tmp_path, way):
+    in_place = way.startswith("differentiated")
+    source = tiny("Qwen3" if in_place else "Llama")
+    source.save_pretrained(tmp_path / "source")
+    (tmp_path / "source" / "README.md").write_text("---\nlicense: other\nlicense_name: ours\ntags:\n- x\n---\n# S\n")
+    if "folder" in way:
+        convert_folder(tmp_path / "source", tmp_path / "out", target="diff_v2")
+    else:
+        loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
+        convert = diff_transformer.differentiate if in_place else softmax_to_diff
+        convert(loaded, "diff_v2").save_pretrained(tmp_path / "out")
+    assert f"---\nlibrary_name: transformers\n{FACTS}tags:\n" in (tmp_path / "out" / "README.md").read_text()
+    if in_place:  # saved again, it still knows
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").save_pretrained(tmp_path / "again")
+        assert FACTS in (tmp_path / "again" / "README.md").read_text()

@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from diff_transformer.checks import first_line, listed
 from diff_transformer.durable import require_room
+from diff_transformer.model.card import source_facts, write_card
 from diff_transformer.model.convert.checkpoint import (
     SHARD_BYTES,
     Checkpoint,
@@ -92,6 +93,8 @@ def convert_folder(
     with new_folder(out) as folder:
         write_tensors(converted, folder, shard_bytes=shard_bytes, progress=progress)
         LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
+        if target == OURS or other is not None:
+            write_card(config, folder, "DiffTransformerForCausalLM", source=source_facts(str(source)))
         carried = carry_over(source, folder)
     return notes + ([f"carried over: {listed(carried)}"] if carried else [])
 
@@ -119,9 +122,8 @@ def _in_place(
     lambda_init: float = 0.5,
 ) -> list[str]:
     """Write the model as ``differentiate`` makes it, in the class that it has."""
-    from diff_transformer.model.card import differential_card
     from diff_transformer.model.differentiate import differentiate
-    from diff_transformer.model.loading import label_of, read_model
+    from diff_transformer.model.loading import read_model
 
     source = checkpoint.folder
     without_weights = on_meta(checkpoint)
@@ -133,7 +135,6 @@ def _in_place(
         require_room(folder, size, "the converted model")
         model.save_pretrained(folder, max_shard_size=shard_bytes)
         carried = carry_over(source, folder)
-        (folder / "README.md").write_text(differential_card(model, label_of(str(source))), encoding="utf-8")
     if progress is not None:
         progress(size, size)
     notes = [

@@ -35,10 +35,6 @@ from diff_transformer.model.cost import model_cost
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 HALF = 0.5
-_ENGINES = (
-    "`diff-transformer serve` and vLLM's plugin run it; `export --for-engines`, which needs values twice as wide as "
-    "keys, does not: convert with --to diff_v2 for that"
-)
 
 
 def softmax_to_diff(
@@ -102,7 +98,7 @@ def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: i
         q, k = target.lambda_std * torch.randn(2, config.heads.head_dim, generator=draw)
         for role, vector in zip(LAMBDAS, (q, k, q, k), strict=True):
             plan[names[role].format(i=i)] = _instead(vector, i)
-    notes = [_growth(config, target), f"lambda starts at {lambda_init:g} in every layer", _ENGINES]
+    notes = [_growth(config, target), f"lambda starts at {lambda_init:g} in every layer"]
     return Conversion(target, plan, notes)
 
 

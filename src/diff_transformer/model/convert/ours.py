@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
-from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.plan import HUGGING_FACE, LAMBDAS, Names, Shapes, without
@@ -33,7 +32,6 @@ def read_config(checkpoint: Checkpoint) -> DiffTransformerConfig:
 
 def write_config(config: DiffTransformerConfig, folder: Path, dtype: torch.dtype) -> None:
     save_config(config, folder, dtype, DiffTransformerForCausalLM.__name__)
-    write_card(config, folder, DiffTransformerForCausalLM.__name__)
 
 
 def tensors(config: DiffTransformerConfig) -> Shapes:

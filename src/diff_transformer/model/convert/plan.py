@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import listed
+from diff_transformer.model.card import source_facts
 
 Shapes = dict[str, tuple[int, ...]]
 BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")  # ends of names in older checkpoints; the configuration has them
@@ -120,6 +121,7 @@ def convert_model(conversion: Conversion, kind: type, model) -> Any:
     target.load_state_dict({name: planned.tensor(name).clone() for name in conversion.plan}, strict=False, assign=True)
     target.tie_weights()
     target.generation_config = copy.deepcopy(model.generation_config)
+    target.source_facts = vars(model).get("source_facts") or source_facts(model.config._name_or_path)
     return target.train(model.training)
 
 

@@ -1,1 +1,0 @@
-"""Replacements, in an exported model, for the kernels of this package, which are not exported."""
