@@ -70,9 +70,7 @@ def test_packed_training_is_one_launch_a_layer(monkeypatch, attention):
     inputs = model_inputs(ids.to(DEVICE), "separate", END)
     launches = []
     compute = operator.plan_forward
-    monkeypatch.setattr(
-        operator, "plan_forward", lambda *a: launches.append(a[0].cu_seqlens_q.tolist()) or compute(*a)
-    )
+    monkeypatch.setattr(operator, "plan_forward", lambda *a: launches.append(a[0].cu_seqlens_q.tolist()) or compute(*a))
     model, found = make(attention).train(), []
     for implementation in ("diff_reference", "diff_triton"):
         model.set_attn_implementation(implementation)

@@ -40,6 +40,8 @@ def write_card(
 
 def source_facts(name_or_path: str) -> dict[str, str]:
     """``base_model`` and, if the card in its folder says it, the licence of a model that others are made from."""
+    if not name_or_path:  # of a model that was not loaded
+        return {}
     folder = Path(name_or_path)
     if folder.parent.name == "snapshots" and folder.parent.parent.name.startswith("models--"):  # the hub's cache
         name = folder.parent.parent.name.removeprefix("models--").replace("--", "/")
@@ -49,7 +51,7 @@ def source_facts(name_or_path: str) -> dict[str, str]:
     text = card.read_text(encoding="utf-8") if card.is_file() else ""
     head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     licence = re.findall(r"^(license(?:_name|_link)?): *(\S.*)$", head[1] if head else "", re.MULTILINE)
-    return {**({"base_model": name} if name else {}), **dict(licence)}
+    return {"base_model": name, **dict(licence)}
 
 
 def read_training(folder: Path) -> dict[str, str] | None:
