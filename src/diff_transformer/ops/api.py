@@ -20,6 +20,7 @@ def diff_attention(
     v: Tensor,
     lam: float | Tensor,
     *,
+    first: float | Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
@@ -27,6 +28,8 @@ def diff_attention(
     backend: str = "auto",
 ) -> Tensor:
     """Differential attention: softmax(q1 k1^T scale) v - lam softmax(q2 k2^T scale) v (arXiv 2410.05258, eq. 1).
+
+    With ``first``, the first map has a weight too: first softmax(q1 k1^T scale) v - lam softmax(q2 k2^T scale) v.
 
     The maps are subtracted in fp32 (fp64 for fp64 inputs). The paper's head norm and its factor 1 - lambda_init are not
     part of the operator.
@@ -38,6 +41,7 @@ def diff_attention(
         v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
         lam: a float, or a tensor that is scalar, [H] or broadcastable to [B, H, T, 1], as [H, 1, 1] is. Used in fp32
             (fp64 for fp64 inputs).
+        first: weight of the first map, as lam; 1 if None. It may be 0: its gradient is that of the map's output.
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
             same for both maps. Only "reference" computes its gradient, and "auto" then chooses it. Use -inf to mask:
             in a row masked by large finite values, gradients of "triton" and "sdpa" are wrong from about -1e6 on, and
@@ -60,7 +64,7 @@ def diff_attention(
         NotImplementedError: it cannot compute a needed gradient, or does not support forward-mode AD or a transform of
             torch.func (vmap, jvp, ...), where "auto" is "reference".
     """
-    call = resolve(check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend))
+    call = resolve(check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend, first))
     if is_empty(call):
         return zeros(call)
     with autocast_off(call.q1.device.type):
@@ -74,17 +78,18 @@ def diff_attention_maps(
     k2: Tensor,
     lam: float | Tensor,
     *,
+    first: float | Tensor | None = None,
     attn_mask: Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
 ) -> DiffMaps:
-    """The attention maps themselves: first = softmax(q1 k1^T scale), second, and first - lam * second.
+    """The attention maps themselves: softmax(q1 k1^T scale), the second, and their weighted difference.
 
     Arguments and errors as in ``diff_attention``. Each map is [B, H, T, S] in fp32 (fp64 for fp64 inputs), so memory
-    holds several T x S maps. Rows of the difference sum to 1 - lam.
+    holds several T x S maps. Rows of the difference sum to 1 - lam, or first - lam.
     """
-    call = check(q1, q2, k1, k2, k1, lam, attn_mask, is_causal, window, scale)  # there are no values
+    call = check(q1, q2, k1, k2, k1, lam, attn_mask, is_causal, window, scale, first=first)  # there are no values
     if is_empty(call):
         empty = zeros(call, call.k1.shape[2])
         return DiffMaps(empty, empty, empty)

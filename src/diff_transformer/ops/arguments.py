@@ -163,25 +163,28 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> 
     check_head_counts(H, Hn, G)
 
 
-def lam_for_every_row(lam: float | Tensor, q1: Tensor) -> Tensor:
-    """lam as a view of [B, H, T, 1] in fp32 (fp64 when q1 is fp64), on the device of q1."""
+def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:
+    """The weight of a map as a view of [B, H, T, 1] in fp32 (fp64 when q1 is fp64), on the device of q1.
+
+    name: of the argument, "lam" or "first".
+    """
     B, H, T, _ = q1.shape
     dtype = torch.promote_types(q1.dtype, torch.float32)
-    if not isinstance(lam, Tensor):
-        lam = real("lam", lam, "a float or a tensor")
-        return torch.full((1, 1, 1, 1), lam, dtype=dtype, device=q1.device).expand(B, H, T, 1)
-    if not lam.is_floating_point():
-        raise TypeError(f"lam has dtype {lam.dtype}; give a floating-point tensor (float32 is what is computed with)")
-    if lam.device != q1.device and lam.dim() > 0:
-        raise ValueError(f"q1 is on {q1.device} and lam on {lam.device}; move them to one device")
-    given = list(lam.shape)
-    lam = lam.to(device=q1.device, dtype=dtype)
-    if lam.dim() == 1 and lam.shape[0] in (1, H):
-        return lam[None, :, None, None].expand(B, H, T, 1)
-    if lam.dim() != 1 and broadcasts(lam.shape, (B, H, T, 1)):
-        return lam.expand(B, H, T, 1)
+    if not isinstance(x, Tensor):
+        x = real(name, x, "a float or a tensor")
+        return torch.full((1, 1, 1, 1), x, dtype=dtype, device=q1.device).expand(B, H, T, 1)
+    if not x.is_floating_point():
+        raise TypeError(f"{name} has dtype {x.dtype}; give a floating-point tensor (float32 is what is computed with)")
+    if x.device != q1.device and x.dim() > 0:
+        raise ValueError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
+    shape = list(x.shape)
+    x = x.to(device=q1.device, dtype=dtype)
+    if x.dim() == 1 and x.shape[0] in (1, H):
+        return x[None, :, None, None].expand(B, H, T, 1)
+    if x.dim() != 1 and broadcasts(x.shape, (B, H, T, 1)):
+        return x.expand(B, H, T, 1)
     raise ValueError(
-        f"lam has shape {given}; give a float, a scalar, [{H}] (one per head) "
+        f"{name} has shape {shape}; give a float, a scalar, [{H}] (one per head) "
         f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
 

@@ -20,7 +20,7 @@ class Backend(Protocol):
         ...
 
     def attend(self, call: Call, /) -> Tensor:
-        """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
+        """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
         ...
 
 

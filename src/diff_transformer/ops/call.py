@@ -15,8 +15,8 @@ from diff_transformer.ops.arguments import (
     check_tensors,
     flag,
     four_dimensional_mask,
-    lam_for_every_row,
     passes_fast_check,
+    weight_for_every_row,
 )
 
 
@@ -96,7 +96,8 @@ def check(
         check_tensors(q1, q2, k1, k2, v)
     T, D, S = q1.shape[2], q1.shape[3], k1.shape[2]
     window, scale = check_options(is_causal, window, scale, (T, S), D)
-    lam = lam_for_every_row(lam, q1)
+    lam = weight_for_every_row("lam", lam, q1)
+    first = None if first is None else weight_for_every_row("first", first, q1)
     attn_mask = four_dimensional_mask(attn_mask, q1, S)
     gradients: tuple[str, ...] = ()
     if torch.is_grad_enabled():
@@ -136,6 +137,6 @@ def zeros(call: Call, width: int | None = None) -> Tensor:
     """[B, H, T, width], by default Dv, of an empty call: zeros, whose gradients for its inputs are zero too."""
     q1, v = call.q1, call.v
     dtype = v.dtype if width is None else call.lam.dtype
-    inputs = [x for x in (*call[:6], call.attn_mask) if x is not None]
+    inputs = [x for x in call[:8] if x is not None]
     no_values = [x[:0].sum().to(dtype) for x in inputs]
     return sum(no_values, q1.new_zeros((*q1.shape[:3], v.shape[3] if width is None else width), dtype=dtype))

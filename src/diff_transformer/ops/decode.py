@@ -26,6 +26,7 @@ def diff_attention_decode(
     v: Tensor,
     lam: float | Tensor,
     *,
+    first: float | Tensor | None = None,
     lengths: Tensor | None = None,
     attn_mask: Tensor | None = None,
     window: int | None = None,
@@ -41,8 +42,8 @@ def diff_attention_decode(
     cases (short lengths, a CUDA call that the kernel does not support) the lengths become a mask.
 
     Args:
-        q1, q2, k1, k2, v, lam, attn_mask, scale: as in ``diff_attention``; k1, k2 and v [B, G, S, width] may be views
-            of a static cache.
+        q1, q2, k1, k2, v, lam, first, attn_mask, scale: as in ``diff_attention``; k1, k2 and v [B, G, S, width] may be
+            views of a static cache.
         lengths: integers [B] on the device of q1: how many keys of each batch entry are in use. The other keys have no
             influence, even if they hold NaN. The last query is aligned to the last key in use. Values outside 0 to S
             count as 0 and S. S if None.
@@ -59,7 +60,7 @@ def diff_attention_decode(
         ValueError: as ``diff_attention``; lengths of another shape or device.
         RuntimeError, NotImplementedError: as ``diff_attention``.
     """
-    call = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale, backend)
+    call = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale, backend, first)
     q1 = call.q1
     _check_lengths(lengths, q1)
     by_kernel = backend == "triton" or (
@@ -114,11 +115,10 @@ def _attend_to_used_keys(used: list[int], call: Call) -> Tensor:
     """Attend to the keys in use: one call for each batch entry, or a single call if all lengths are equal."""
     B, S = call.v.shape[0], call.v.shape[2]
     size = B if min(used) == max(used) else 1  # batch entries in a call
-    by_entry: list[Any] = [[None] * B if x is None else x.split(size) for x in call[:6]]
+    by_entry: list[Any] = [[None] * B if x is None else x.split(size) for x in call[:7]]
     mask, outs = call.attn_mask, []
-    for i, (n, (q1, q2, *kept, lam)) in enumerate(zip(used, zip(*by_entry, strict=False), strict=False)):
-        k1, k2, v = kept
-        part = replace(call, q1=q1, q2=q2, k1=k1, k2=k2, v=v, lam=lam)
+    for i, (n, tensors) in enumerate(zip(used, zip(*by_entry, strict=False), strict=False)):
+        part = replace(call, **dict(zip(Call._fields, tensors, strict=False)))
         part = part if n == S else with_keys(part, lambda x, n=n: x[:, :, :n])
         if mask is not None:
             rows = mask if mask.shape[0] == 1 else mask[i : i + size]

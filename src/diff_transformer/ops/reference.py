@@ -14,7 +14,10 @@ from diff_transformer.ops.masking import apply_masks, position_mask
 
 
 class DiffMaps(NamedTuple):
-    """Both attention maps and ``difference = first - lam * second``; each [B, H, T, S], fp32 (fp64 for fp64 inputs)."""
+    """Both attention maps and their difference, weighted by the arguments ``first`` and ``lam``.
+
+    Each is [B, H, T, S], fp32 (fp64 for fp64 inputs).
+    """
 
     first: Tensor
     second: Tensor
@@ -41,7 +44,8 @@ def maps(call: Call) -> DiffMaps:
     seen = position_mask(T, S, call.is_causal, call.window, q1.device)
     first = attention_map(q1, k1, seen, call.attn_mask, call.scale)
     second = attention_map(q2, k2, seen, call.attn_mask, call.scale)
-    return DiffMaps(first, second, first - call.lam * second)
+    weighted = first if call.first is None else call.first * first
+    return DiffMaps(first, second, weighted - call.lam * second)
 
 
 def unsupported_reason(call: Call) -> str | None:
@@ -50,7 +54,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def attend(call: Call) -> Tensor:
-    """(first - lam * second) v, [B, H, T, Dv] in the dtype of v."""
+    """(first A1 - lam A2) v, [B, H, T, Dv] in the dtype of v."""
     difference, v = maps(call).difference, call.v
     values = v.to(difference.dtype).repeat_interleave(call.q1.shape[1] // v.shape[1], dim=1)
     return (difference @ values).to(v.dtype)

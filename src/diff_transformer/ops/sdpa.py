@@ -71,7 +71,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 
 def attend(call: Call) -> Tensor:
-    """(A1 - lam A2) V, [B, H, T, Dv] in the dtype of v.
+    """(first A1 - lam A2) V, [B, H, T, Dv] in the dtype of v.
 
     On the CPU all calls compute in fp32: the bf16 kernel accumulates gradients in bf16, which misses the numerics
     budget of dv at lengths of some hundreds.
@@ -116,7 +116,7 @@ def _attend_packed(call: Call) -> Tensor:
 def difference(
     call: Call, attend_to: MapAttention, plan: Plan, joined: bool, fully_masked: Tensor | None = None
 ) -> Tensor:
-    """(A1 - lam A2) V, [B, H, T, Dv], subtracted in the dtype of lam; 0 in the rows ``fully_masked``, [B|1, H|1, T, 1].
+    """(first A1 - lam A2) V, [B, H, T, Dv], subtracted in the dtype of lam; 0 in ``fully_masked``, [B|1, H|1, T, 1].
 
     joined: one call for both maps, which have the same keys.
     """
@@ -134,6 +134,8 @@ def difference(
         first, second = (x.flatten(1, 2) for x in out.split([x.shape[2] for x in by_group], dim=2))
     else:
         first, second = one_map(q1, k1), one_map(q2, k1 if k2 is None else k2)
+    if call.first is not None:
+        first = call.first * first
     out = first - lam * second.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)
     return (out if fully_masked is None else out.masked_fill(fully_masked, 0)).to(v.dtype)
 

@@ -31,6 +31,7 @@ def diff_attention_varlen(
     max_seqlen_q: int,
     max_seqlen_k: int,
     *,
+    first: float | Tensor | None = None,
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
@@ -51,6 +52,7 @@ def diff_attention_varlen(
         cu_seqlens_q, cu_seqlens_k: int32 [documents + 1] on the device of q1: 0, then where each document ends.
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
         max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows.
+        first: weight of the first map, as lam; 1 if None.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
             corner. On a GPU "auto" is one that computes all documents at once, on the CPU "blockwise".
 
@@ -73,7 +75,8 @@ def diff_attention_varlen(
             raise ValueError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
     keys = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), keys, keys if k2 is k1 else _as_batch(k2), _as_batch(v))
-    call = check(*tensors, _lam_as_batch(lam, q1), None, is_causal, window, scale, backend)
+    lam, first = _weight_as_batch("lam", lam, q1), _weight_as_batch("first", first, q1)
+    call = check(*tensors, lam, None, is_causal, window, scale, backend, first)
     bounds = (
         ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1),
         ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1),
@@ -107,28 +110,30 @@ def _as_batch(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _lam_as_batch(lam: float | Tensor, q1: Tensor) -> float | Tensor:
-    if not isinstance(lam, Tensor) or lam.dim() < 2:
-        return lam
+def _weight_as_batch(name: str, x: Any, q1: Tensor) -> Any:
+    if not isinstance(x, Tensor) or x.dim() < 2:
+        return x
     total, H, _ = q1.shape
-    if not broadcasts(lam.shape, (total, H, 1)):
+    if not broadcasts(x.shape, (total, H, 1)):
         raise ValueError(
-            f"lam has shape {list(lam.shape)}; give a float, a scalar, [{H}] (one per head) "
+            f"{name} has shape {list(x.shape)}; give a float, a scalar, [{H}] (one per head) "
             f"or dimensions that broadcast to [{total}, {H}, 1]"
         )
-    return _as_batch(lam if lam.dim() == 3 else lam[None])
+    return _as_batch(x if x.dim() == 3 else x[None])
 
 
 def _one_by_one(call: Call) -> Tensor:
     """[1, H, total_q, Dv] from one call of the backend for each document with queries and keys."""
     assert call.documents is not None
     lengths_q, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in call.documents[:2])
-    by_query = [x.split(lengths_q, dim=2) for x in (call.q1, call.q2, call.lam)]
-    by_key: list[Any] = [[None] * len(lengths_k) if x is None else x.split(lengths_k, dim=2) for x in call[2:5]]
+    lengths = {name: lengths_k if name in ("k1", "k2", "v") else lengths_q for name in Call._fields[:7]}
+    parts: list[Any] = [
+        [None] * len(each) if x is None else x.split(each, dim=2)
+        for x, each in zip(call[:7], lengths.values(), strict=True)
+    ]
     outs = []
-    for q1, q2, lam, k1, k2, v in zip(*by_query, *by_key, strict=True):
-        tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam}
-        alone = replace(call, **tensors, cu_seqlens_q=None, cu_seqlens_k=None)
+    for tensors in zip(*parts, strict=True):
+        alone = replace(call, **dict(zip(lengths, tensors, strict=True)), cu_seqlens_q=None, cu_seqlens_k=None)
         outs.append(zeros(alone) if is_empty(alone) else BACKENDS[call.backend].attend(alone))
     return torch.cat(outs, dim=2)
 

@@ -49,6 +49,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "one key for both": ({}, {"is_causal": True}, {"shared_keys": True}),
     "negative scale": ({}, {"is_causal": True, "scale": -0.5}, {}),
     "documents": ({"B": 1}, {"is_causal": True}, {"varlen": True}),
+    "first map weighted": ({}, {"is_causal": True, "first": torch.ones(4)}, {}),
     "no gradient": ({}, {"is_causal": True}, {"need_gradient": False}),
 }
 WINDOW = {"is_causal": True, "window": 50}
@@ -77,6 +78,7 @@ OFTEN = [
     (("bf16", (64, 128), "causal"), 80),
     (("bf16", (96, 192), "causal"), 120),
     (("bf16", (64, 128), "odd mask"), 90),
+    (("bf16", (128, 256), "first map weighted"), 90),
 ]
 SPILLED = [  # with programs that kept in registers what can be worked out anew
     pytest.param("bf16", (64, 64), "documents, window", 80, id="bf16, 64 and 64, documents, window, Ampere"),

@@ -59,6 +59,8 @@ def unsupported_tensors(call: Call) -> str | None:
     """Why the kernels do not take tensors like these, or None."""
     if call.attn_mask is not None or call.window is not None or call.documents is not None:
         return "the Hopper kernels take no attn_mask, no window and no packed documents"
+    if call.first is not None:
+        return "the Hopper kernels take no weight of the first map"
     q1, v = call.q1, call.v
     if q1.dtype not in DTYPES:
         return f"the Hopper kernels take bfloat16 and float16, not {q1.dtype}"

@@ -71,7 +71,7 @@ def interpreted() -> bool:
 
 
 def attend(call: Call) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
+    """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
     from diff_transformer.ops.triton import decode, operator
 
     if call.v.dtype == torch.bfloat16 and operator.INTERPRETED:  # which multiplies the bit patterns of bf16

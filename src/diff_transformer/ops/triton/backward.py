@@ -1,8 +1,8 @@
 """The backward kernels: one product dP = dO V^T and one product for dV serve both maps.
 
-With P = P1 - lam P2, delta_i = rowsum(dO * O_i) and O = O1 - lam O2 (all row by row):
-    dV = P^T dO                       dlam = -delta2
-    dS1 = P1 (dP - delta1)            dS2 = P2 lam (delta2 - dP)
+With P = f P1 - lam P2, delta_i = rowsum(dO * O_i) and O = f O1 - lam O2, where f is ``first`` or 1 (all row by row):
+    dV = P^T dO                       df = delta1                      dlam = -delta2
+    dS1 = P1 f (dP - delta1)          dS2 = P2 lam (delta2 - dP)
     dQ_i = scale dS_i K_i             dK_i = scale dS_i^T Q_i
 The maps are recomputed from the saved log-sum-exps.
 
@@ -24,6 +24,7 @@ from diff_transformer.ops.triton.forward import key_ranges, range_of_loop
 from diff_transformer.ops.triton.launching import (
     SECTION,
     Launch,
+    inputs_of,
     kernel_mask,
     rows_contiguous,
     run,
@@ -95,7 +96,7 @@ def bwd_dkdv_kernel(
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
     SHARED_KEYS: tl.constexpr, COMPUTE_DK: tl.constexpr, COMPUTE_DV: tl.constexpr, VARLEN: tl.constexpr,
-    SECTION: tl.constexpr,
+    SECTION: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """dK1, dK2 and dV of BLOCK_N keys of one key/value head, over all signal heads that use it.
 
@@ -103,10 +104,10 @@ def bwd_dkdv_kernel(
     launch: if the accumulators of all do not fit the registers, there are two launches. SHARED_KEYS: dK1 is the sum
     over both maps. Tuples, and ``recompute_here``: tiles.py.
     """
-    q1, q2, k1, k2, v, lam_at = inputs
+    q1, q2, k1, k2, v, lam_at, first_at = inputs
     dout, lse1, lse2, delta1, lam_delta2 = statistics
     dk1, dk2, dv = results
-    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides, first_strides = input_strides
     q1_t, q2_t, dout_t, lam_t = q1_strides[2], q2_strides[2], dout_strides[2], lam_strides[2]
     T, S, window = lengths
     rows_in_all = T
@@ -144,6 +145,9 @@ def bwd_dkdv_kernel(
         q2_here = q2 + (batch * q2_strides[0] + noise_head * q2_strides[1] + q_start * q2_strides[2])
         dout_here = dout + (batch * dout_strides[0] + head * dout_strides[1] + q_start * dout_strides[2])
         lam_here = lam_at + (batch * lam_strides[0] + head * lam_strides[1] + q_start * lam_strides[2])
+        first_here = first_at
+        if WEIGHTED:
+            first_here += batch * first_strides[0] + head * first_strides[1] + q_start * first_strides[2]
         row_here = (batch * H + head) * rows_in_all + q_start
         mask_here = mask
         if MASK_KIND != NO_MASK:
@@ -171,6 +175,9 @@ def bwd_dkdv_kernel(
                         product(k1a, k1b, qa, qb, DB), query, key, here_lengths, mask_here, factor, log,
                         CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                     )  # fmt: skip
+                    if WEIGHTED:
+                        weight_at = first_here + start * first_strides[2] + queries * first_strides[2]
+                        p1 *= tl.load(weight_at, mask=here, other=0.0)[None, :]  # [1, BLOCK_M]
                     if COMPUTE_DK:
                         delta = tl.load(delta1 + row_m + queries, mask=here, other=0.0)[None, :]  # [1, BLOCK_M]
                         ds = (p1 * (dp - delta)).to(k1a.dtype)  # [BLOCK_N, BLOCK_M]
@@ -218,17 +225,17 @@ def bwd_dq_kernel(
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr, MASK_ROWS: tl.constexpr,
     SHARED_KEYS: tl.constexpr, COMPUTE_DQ1: tl.constexpr, COMPUTE_DQ2: tl.constexpr, VARLEN: tl.constexpr,
-    SECTION: tl.constexpr,
+    SECTION: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """dQ2 of BLOCK_M queries of one noise head, and dQ1 of every signal head that shares it.
 
     COMPUTE_DQ1 and COMPUTE_DQ2 select the gradients of this launch: if both do not fit the registers, there are two
     launches. Tuples, and ``recompute_here``: tiles.py.
     """
-    q1, q2, k1, k2, v, lam_at = inputs
+    q1, q2, k1, k2, v, lam_at, first_at = inputs
     dout, lse1, lse2, delta1, lam_delta2 = statistics
     dq1, dq2 = results
-    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides, first_strides = input_strides
     k1_t, k2_t, v_t = k1_strides[2], k2_strides[2], v_strides[2]
     T, S, window = lengths
     rows_in_all = T
@@ -271,6 +278,10 @@ def bwd_dq_kernel(
         second_delta = tl.load(lam_delta2 + row_here, mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
         lam_here = lam_at + (batch * lam_strides[0] + head * lam_strides[1] + (row + rows) * lam_strides[2])
         lam = tl.load(lam_here, mask=here, other=0.0)  # [BLOCK_M]
+        weight = lam
+        if WEIGHTED:
+            first_here = first_at + batch * first_strides[0] + head * first_strides[1] + (row + rows) * first_strides[2]
+            weight = tl.load(first_here, mask=here, other=0.0)  # [BLOCK_M]
         mask_here = mask
         if MASK_KIND != NO_MASK:
             mask_here = mask + (batch * mask_strides[0] + head * mask_strides[1])
@@ -293,6 +304,8 @@ def bwd_dq_kernel(
                             product(q1a, q1b, ka, kb, DB), query, key, here_lengths, mask_here, factor, log1,
                             CAUSAL, WINDOW, MASK_KIND, MASK_ROWS, CHECKED,
                         )  # fmt: skip
+                        if WEIGHTED:
+                            p *= weight[:, None]
                         dq1a, dq1b = accumulate(dq1a, dq1b, p * (dp - first_delta), ka, kb, DB)
                     if COMPUTE_DQ2:
                         if not SHARED_KEYS:
@@ -325,11 +338,11 @@ def bwd_dq_kernel(
 
 def launch_backward(
     call: Call, dout: Tensor, saved: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v (in their dtypes) and lam ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q1, q2, k1, k2, v (in their dtypes), lam and first ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
 
     ``saved`` has the results of ``plan_forward`` after the first. Without k2, the gradient of k1 is the sum over both
-    maps and that of k2 is empty.
+    maps and that of k2 is empty; without ``first`` that gradient is empty.
     """
     results, launches = plan_backward(call, dout, saved, table_of(call.q1))
     run(launches, call.q1.device)
@@ -338,10 +351,11 @@ def launch_backward(
 
 def plan_backward(
     call: Call, dout: Tensor, saved: Sequence[Tensor], table: Table
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
     """The results of ``launch_backward``, not yet computed, and what computes them."""
     q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
     out1, out2, lse1, lse2 = saved
+    inputs = inputs_of(call)
     (T, D), H, HN, (G, S, Dv) = q1.shape[2:], q1.shape[1], q2.shape[1], v.shape[1:]
     dout = rows_contiguous(dout)
     mask, mask_strides, mask_kind, mask_rows = kernel_mask(call.attn_mask, v)
@@ -355,12 +369,13 @@ def plan_backward(
     dq1, dq2 = transposed_like(q1), transposed_like(q2)
     dout_strides, dk_strides, dv_strides, dq1_strides, dq2_strides = strides(dout, dk1, dv, dq1, dq2)
     arguments = {
-        "inputs": call.inputs, "mask": mask, "statistics": (dout, lse1, lse2, delta1, lam_delta2),
-        "input_strides": strides(*call.inputs), "dout_strides": dout_strides, "mask_strides": mask_strides,
+        "inputs": inputs, "mask": mask, "statistics": (dout, lse1, lse2, delta1, lam_delta2),
+        "input_strides": strides(*inputs), "dout_strides": dout_strides, "mask_strides": mask_strides,
         "lengths": (T, S, call.window or 0), "scale": scale, "factor": scale * LOG2_E.value, "recompute_here": 0,
         "H": H, "HN": HN, "G": G, "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB,
         "CAUSAL": call.is_causal, "WINDOW": call.window is not None, "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows,
         "SHARED_KEYS": k2 is None, "VARLEN": call.documents is not None, "SECTION": SECTION,
+        "WEIGHTED": call.first is not None,
     }  # fmt: skip
 
     size = tile_size("dkdv", call, mask_by_query, table)
@@ -380,4 +395,5 @@ def plan_backward(
     }  # fmt: skip
     for computed in split(size, "COMPUTE_DQ1", "COMPUTE_DQ2"):
         launches.append(Launch(bwd_dq_kernel, (tiles * sequences * HN,), given | computed))
-    return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), launches
+    dfirst = delta1.new_empty(0) if call.first is None else delta1[..., None]
+    return (dq1, dq2, dk1, dk2, dv, dlam[..., None], dfirst), launches

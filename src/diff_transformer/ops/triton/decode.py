@@ -20,7 +20,7 @@ from torch import Tensor
 from diff_transformer.ops import flops
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
-from diff_transformer.ops.triton.launching import INTERPRETED, Launch, run, strides
+from diff_transformer.ops.triton.launching import INTERPRETED, Launch, inputs_of, run, strides
 from diff_transformer.ops.triton.tile_sizes import chunks
 from diff_transformer.ops.triton.tiles import LOG2_E
 
@@ -110,7 +110,7 @@ def attend_decode(
     scale: float,
     lengths: Tensor | None = None,
 ) -> Tensor:
-    """(softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of supported arguments, without gradients.
+    """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of supported arguments, without gradients.
 
     lengths: integers [B] on the same device, or None. Keys from lengths[b] on are not read, and the last query of batch
     entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. There are no packed documents.
@@ -129,7 +129,8 @@ def _(q1, q2, k1, k2, v, *_, **__):
 
 def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tuple[Tensor, list[Launch]]:
     """The result of ``attend_decode`` on a GPU with so many multiprocessors, not yet computed, and what computes it."""
-    (q1, q2, k1, k2, v, lam), attn_mask, window = call.inputs, call.attn_mask, call.window
+    inputs, attn_mask, window = inputs_of(call), call.attn_mask, call.window
+    q1, q2, k1, _, v, lam, first = inputs
     B, H, T, D = q1.shape
     G, S, Dv = k1.shape[1], k1.shape[2], v.shape[3]
     rows = B * H * T
@@ -144,23 +145,25 @@ def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tup
     DA, DB = chunks(D)
     VA, VB = chunks(Dv)
     arguments = {
-        "inputs": (q1, q2, k1, k2, v, lam), "mask": mask,
+        "inputs": inputs, "mask": mask,
         "lengths": None if lengths is None else lengths.to(torch.int32).contiguous(), "out": out, "partial": partial,
         "factor": call.scale * LOG2_E.value, "T": T, "S": S, "window": window or 0, "heads": (H, q2.shape[1], G),
-        "all_rows": rows, "input_strides": strides(q1, q2, k1, k2, v, lam), "mask_strides": mask_strides[:3],
+        "all_rows": rows, "input_strides": strides(*inputs), "mask_strides": mask_strides[:3],
         "mask_step": mask_strides[3], "D": D, "DV": Dv, "DA": DA, "DB": DB, "VA": VA, "VB": VB, "BLOCK_N": cut.keys,
         "SHARED_KEYS": call.k2 is None,
         "CAUSAL": call.is_causal and T > 1, "WINDOW": window is not None, "MASKED": mask is not None,
-        "MASK_ROWS": mask_rows, "RAGGED": lengths is not None, "SINGLE_SPLIT": splits == 1, "num_warps": cut.num_warps,
+        "MASK_ROWS": mask_rows, "RAGGED": lengths is not None, "SINGLE_SPLIT": splits == 1,
+        "WEIGHTED": call.first is not None, "num_warps": cut.num_warps,
         "num_stages": cut.num_stages, "maxnreg": cut.maxnreg,
     }  # fmt: skip
     launches = [Launch(decode_split_kernel, (programs, splits), arguments)]
     if splits > 1:
         columns = min(COLUMNS, triton.next_power_of_2(Dv))
         arguments = {
-            "partial": partial, "lam_at": lam, "out": out, "splits": splits, "all_rows": rows, "H": H, "T": T,
-            "lam_strides": strides(lam)[0], "DV": Dv, "COLUMNS": columns,
-            "SPLITS_PAD": triton.next_power_of_2(splits), "num_warps": 4,
+            "partial": partial, "lam_at": lam, "first_at": first, "out": out, "splits": splits, "all_rows": rows,
+            "H": H, "T": T, "lam_strides": strides(lam)[0], "first_strides": strides(first)[0], "DV": Dv,
+            "COLUMNS": columns, "SPLITS_PAD": triton.next_power_of_2(splits), "WEIGHTED": call.first is not None,
+            "num_warps": 4,
         }  # fmt: skip
         launches.append(Launch(decode_combine_kernel, (rows, -(-Dv // columns)), arguments))
     return out, launches

@@ -100,14 +100,16 @@ def visible(key, exists, own, window, mask, row_exists, CAUSAL: tl.constexpr, WI
 
 
 @triton.jit
-def write_output(out, out_row, row_exists, lam, map1, map2, VA: tl.constexpr, VB: tl.constexpr, DV: tl.constexpr):
-    """The rows of the output, from both maps' accumulators and row sums over all keys; lam [ROWS, 1]."""
+def write_output(
+    out, out_row, row_exists, lam, weight, map1, map2, VA: tl.constexpr, VB: tl.constexpr, DV: tl.constexpr
+):
+    """The rows of the output, from both maps' accumulators and row sums over all keys; lam and weight [ROWS, 1]."""
     acc1a, acc1b, _, row_sum1 = map1
     acc2a, acc2b, _, row_sum2 = map2
-    a = quotient(acc1a, row_sum1[:, None]) - lam * quotient(acc2a, row_sum2[:, None])
+    a = weight * quotient(acc1a, row_sum1[:, None]) - lam * quotient(acc2a, row_sum2[:, None])
     b = a
     if VB > 0:
-        b = quotient(acc1b, row_sum1[:, None]) - lam * quotient(acc2b, row_sum2[:, None])
+        b = weight * quotient(acc1b, row_sum1[:, None]) - lam * quotient(acc2b, row_sum2[:, None])
     store_rows(out, out_row * DV, row_exists, a, b, VA, VB, DV)
 
 
@@ -134,15 +136,15 @@ def decode_split_kernel(
     D: tl.constexpr, DV: tl.constexpr, DA: tl.constexpr, DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr,
     BLOCK_N: tl.constexpr, SHARED_KEYS: tl.constexpr, CAUSAL: tl.constexpr,
     WINDOW: tl.constexpr, MASKED: tl.constexpr, MASK_ROWS: tl.constexpr, RAGGED: tl.constexpr,
-    SINGLE_SPLIT: tl.constexpr,
+    SINGLE_SPLIT: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Both maps of one split of keys. Grid: (B * G * tiles of rows, splits). SINGLE_SPLIT: writes ``out`` itself.
 
     heads: H, Hn, G. partial: unnormalised outputs [splits, 2, all_rows, DV], then row maxima and row sums [splits, 2,
     2, all_rows]. mask_strides: of batch, head and row; mask_step: of a key.
     """
-    q1, q2, k1, k2, v, lam_at = inputs
-    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    q1, q2, k1, k2, v, lam_at, first_at = inputs
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides, first_strides = input_strides
     H, Hn, G = heads
     group = H // G
     tiles = tl.cdiv(group * T, ROWS)
@@ -209,7 +211,11 @@ def decode_split_kernel(
     if SINGLE_SPLIT:
         lam_at += b64 * lam_strides[0] + head64 * lam_strides[1] + t64 * lam_strides[2]
         lam = tl.load(lam_at)[:, None]  # [ROWS, 1]
-        write_output(out, out_row, row_exists, lam, map1, map2, VA, VB, DV)
+        weight = tl.full([ROWS, 1], 1.0, tl.float32)
+        if WEIGHTED:
+            first_at += b64 * first_strides[0] + head64 * first_strides[1] + t64 * first_strides[2]
+            weight = tl.load(first_at)[:, None]  # [ROWS, 1]
+        write_output(out, out_row, row_exists, lam, weight, map1, map2, VA, VB, DV)
     else:
         write_partial(partial, out_row, all_rows, row_exists, map1, map2, VA, VB, DV)
 
@@ -231,8 +237,8 @@ def combine_splits(outputs, state, splits, all_rows, row, dv, inside, DV: tl.con
 
 @triton.jit(do_not_specialize=["splits", "all_rows"])
 def decode_combine_kernel(
-    partial, lam_at, out, splits, all_rows, H, T, lam_strides,
-    DV: tl.constexpr, COLUMNS: tl.constexpr, SPLITS_PAD: tl.constexpr,
+    partial, lam_at, first_at, out, splits, all_rows, H, T, lam_strides, first_strides,
+    DV: tl.constexpr, COLUMNS: tl.constexpr, SPLITS_PAD: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """Combine the splits of both maps and subtract. Grid: (rows of out, tiles of COLUMNS)."""
     row = tl.program_id(0).to(tl.int64)
@@ -246,4 +252,7 @@ def decode_combine_kernel(
     head = row // T
     lam_b, lam_h, lam_t = lam_strides
     lam = tl.load(lam_at + (head // H) * lam_b + (head % H) * lam_h + (row % T) * lam_t)  # scalar
+    if WEIGHTED:
+        first_b, first_h, first_t = first_strides
+        first *= tl.load(first_at + (head // H) * first_b + (head % H) * first_h + (row % T) * first_t)
     tl.store(out + row * DV + dv, (first - lam * second).to(out.dtype.element_ty), mask=inside)

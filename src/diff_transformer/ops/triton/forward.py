@@ -15,7 +15,7 @@ import triton.language as tl
 from torch import Tensor
 
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.triton.launching import SECTION, Launch, kernel_mask, like_queries, strides
+from diff_transformer.ops.triton.launching import SECTION, Launch, inputs_of, kernel_mask, like_queries, strides
 from diff_transformer.ops.triton.tile_sizes import Table, chunks, tile_size, value_chunks
 from diff_transformer.ops.triton.tiles import (
     LOG2_E,
@@ -217,12 +217,12 @@ def forward_kernel(
     DB: tl.constexpr, VA: tl.constexpr, VB: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     FUSED: tl.constexpr, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, MASK_KIND: tl.constexpr,
     MASK_ROWS: tl.constexpr, POSITIVE: tl.constexpr, SHARED_KEYS: tl.constexpr, SAVE: tl.constexpr,
-    VARLEN: tl.constexpr, SECTION: tl.constexpr,
+    VARLEN: tl.constexpr, SECTION: tl.constexpr, WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     """BLOCK_M queries of one signal head. Tuples, and ``recompute_here``: tiles.py."""
-    q1, q2, k1, k2, v, lam_at = inputs
+    q1, q2, k1, k2, v, lam_at, first_at = inputs
     out, out1, out2, lse1, lse2 = results
-    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides = input_strides
+    q1_strides, q2_strides, k1_strides, k2_strides, v_strides, lam_strides, first_strides = input_strides
     out_b, out_h, out_t = result_strides
     T, S, window = lengths
     rows_in_all = T
@@ -296,6 +296,12 @@ def forward_kernel(
     out += place_out
     lam_at += batch * lam_strides[0] + head * lam_strides[1] + row * lam_strides[2]
     lam = tl.load(lam_at + rows.to(tl.int64) * lam_strides[2], mask=here, other=0.0)[:, None]  # [BLOCK_M, 1]
+    if WEIGHTED:
+        first_at += batch * first_strides[0] + head * first_strides[1] + row * first_strides[2]
+        weight = tl.load(first_at + rows.to(tl.int64) * first_strides[2], mask=here, other=0.0)[:, None]
+        o1a *= weight
+        if VB > 0:
+            o1b *= weight
     # Chunk by chunk, which takes fewer registers. The barriers make the O2 that other threads stored visible.
     if not FUSED:
         tl.debug_barrier()
@@ -318,7 +324,7 @@ def plan_forward(
     Dv], contiguous, in the dtype of v. Outputs of the maps are [B, H, T, Dv] in the same memory layout. Log-sum-exps
     are [B, H, T], fp32, +inf for a fully masked row.
     """
-    q1, v = call.q1, call.v
+    q1, v, inputs = call.q1, call.v, inputs_of(call)
     (B, H, T, D), (G, S, Dv) = q1.shape, v.shape[1:]
     out = v.new_empty(B, T, H, Dv)
     out1, out2 = (like_queries(v, B, H, T) if need_gradient else v.new_empty(0) for _ in range(2))
@@ -329,8 +335,8 @@ def plan_forward(
     DA, DB = chunks(D)
     VA, VB = value_chunks(Dv)
     arguments = {
-        "inputs": call.inputs, "mask": mask, "results": (out, out1, out2, lse1, lse2), "documents": documents,
-        "input_strides": strides(*call.inputs), "mask_strides": mask_strides,
+        "inputs": inputs, "mask": mask, "results": (out, out1, out2, lse1, lse2), "documents": documents,
+        "input_strides": strides(*inputs), "mask_strides": mask_strides,
         "result_strides": strides(out.transpose(1, 2))[0],
         "lengths": (T, S, call.window or 0), "factor": call.scale * LOG2_E.value, "tiles": (tiles, sequences * H),
         "recompute_here": 0,
@@ -338,6 +344,7 @@ def plan_forward(
         "FUSED": size.fused, "CAUSAL": call.is_causal, "WINDOW": call.window is not None,
         "MASK_KIND": mask_kind, "MASK_ROWS": mask_rows, "POSITIVE": call.scale > 0, "SHARED_KEYS": call.k2 is None,
         "SAVE": need_gradient, "VARLEN": call.documents is not None, "SECTION": SECTION,
+        "WEIGHTED": call.first is not None,
     }  # fmt: skip
     launch = Launch(forward_kernel, (tiles * sequences * H,), arguments | size.options())
     return (out, out1, out2, lse1, lse2), [launch]

@@ -7,6 +7,7 @@ import torch
 import triton.knobs
 from torch import Tensor
 
+from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NO_MASK, ONE_ROW, ROW_PER_QUERY, VALUE_PER_QUERY
 
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when kernels are decorated
@@ -35,6 +36,11 @@ def run(launches: list[Launch], device: torch.device) -> list[Any]:
 def on_device(device: torch.device) -> AbstractContextManager:
     """Context manager that makes the device the current one, on which kernels start."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def inputs_of(call: Call) -> tuple[Tensor, ...]:
+    """What kernels read as ``inputs``: q1, q2, k1, k2, v, lam and first, in the place of a missing one lam."""
+    return *call.inputs, call.lam if call.first is None else call.first
 
 
 def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:

@@ -77,11 +77,13 @@ def backward(
     out2: Tensor,
     lse1: Tensor,
     lse2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v and lam; that of k2 is empty if k2 is None."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q1, q2, k1, k2, v, lam and first; those of k2 and of first are empty if these are None."""
     call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
-    launch = attend_backward if by_hopper and _by_hopper("backward", call) else launch_backward
-    return launch(call, dout, (out1, out2, lse1, lse2))
+    saved = (out1, out2, lse1, lse2)
+    if by_hopper and _by_hopper("backward", call):
+        return *attend_backward(call, dout, saved), lam.new_empty(0)
+    return launch_backward(call, dout, saved)
 
 
 @forward.register_fake
@@ -95,10 +97,10 @@ def _(q1, q2, k1, k2, v, *rest):
 
 
 @backward.register_fake
-def _(dout, q1, q2, k1, k2, v, lam, *rest):
+def _(dout, q1, q2, k1, k2, v, lam, first, *rest):
     dk2 = k1.new_empty(0) if k2 is None else transposed_like(k1)
-    dlam = lam.new_empty(lam.shape)
-    return transposed_like(q1), transposed_like(q2), transposed_like(k1), dk2, transposed_like(v), dlam
+    dlam, dfirst = lam.new_empty(lam.shape), lam.new_empty(0 if first is None else lam.shape)
+    return transposed_like(q1), transposed_like(q2), transposed_like(k1), dk2, transposed_like(v), dlam, dfirst
 
 
 def _save(ctx, inputs, output):
@@ -112,8 +114,9 @@ def _differentiate(ctx, dout, *unused):
         return (None,) * (OPERANDS + 2)
     given = ctx.saved_tensors
     tensors, saved = given[:10], given[10:]
-    dq1, dq2, dk1, dk2, dv, dlam = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
-    return dq1, dq2, dk1, dk2 if tensors[3] is not None else None, dv, dlam, *(None,) * (OPERANDS - 4)
+    found = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
+    gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
+    return *gradients, *(None,) * (OPERANDS - 5)
 
 
 flops.count({
