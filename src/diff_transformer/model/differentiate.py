@@ -19,6 +19,7 @@ import math
 import os
 import sys
 import warnings
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -65,15 +66,18 @@ _VIEW_BY_NUMBER = ("StableLmAttention",)
 _NUMBERS = ("num_heads", "num_key_value_heads", "num_attention_heads")
 
 
-class _Parts(NamedTuple):
-    """The projections of one attention module: n heads of width d."""
+class Parts(NamedTuple):
+    """One attention module of a model: its projections, n heads of width d, and norms of queries and keys or None."""
 
+    path: str
+    module: Any
     q: nn.Linear
     k: nn.Linear
     v: nn.Linear
     out: Any
     n: int
     d: int
+    norms: tuple[Any, Any]
 
 
 def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -> Any:
@@ -98,48 +102,47 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
     """
     check_attention(kind, KINDS)
     _check_lambda_init(kind, lambda_init)
-    reason = refusal(model)
-    if reason:
-        raise (TypeError if not isinstance(model, PreTrainedModel) else ValueError)(reason)
-    dropout = max(_dropout(module) for module in model.modules() if _attends(module))
+    parts = read(model)
+    dropout = max(_dropout(part.module) for part in parts)
     if dropout:
         warnings.warn(f"attention dropout {dropout:g} is left out: differential attention has none", stacklevel=2)
     entry = {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT}
     setattr(model.config, ENTRY, entry | {"source": source_facts(model.config._name_or_path)})
-    restore(model)
+    double(model, parts)
     model.set_attn_implementation(DEFAULT)
     model.add_model_tags(["diff-transformer", "differential-attention"])
     return model
 
 
-@torch.no_grad()
 def restore(model: PreTrainedModel) -> None:
     """Give ``model`` the attention that the entry of its configuration describes, where it does not have it yet.
 
     Raises:
         ValueError: for an entry that this version does not know, or as ``differentiate``.
     """
-    config, entry = model.config, getattr(model.config, ENTRY)
+    entry = getattr(model.config, ENTRY)
     if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("format") != FORMAT:
         raise ValueError(
             f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
             f"with the kinds {', '.join(KINDS)}; update the package"
         )
-    kind, lambda_init, draw = entry["kind"], entry.get("lambda_init"), torch.Generator("cpu").manual_seed(0)
-    _check_lambda_init(kind, lambda_init)
-    for path, module in list(model.named_modules()):
-        if not _attends(module) or hasattr(module, LAMBDA):
-            continue
-        if reason := _unread(module):
-            raise ValueError(f"{type(model).__name__} cannot be differential: {reason}")
-        parts = _parts(module)
+    _check_lambda_init(entry["kind"], entry.get("lambda_init"))
+    double(model, [_read(path, x) for path, x in _attentions(model) if not hasattr(x, LAMBDA)])
+
+
+@torch.no_grad()
+def double(model: PreTrainedModel, parts: Sequence[Parts]) -> None:
+    """Double the heads of ``parts`` as the entry of the configuration says, and choose our attention function."""
+    config, entry, draw = model.config, getattr(model.config, ENTRY), torch.Generator("cpu").manual_seed(0)
+    for part in parts:
+        module = part.module
         if type(module).__name__ in _FUSED:
-            module = SplitAttention(module, parts)
-            model.set_submodule(path, module)
-        _double(module, parts, kind, lambda_init, draw)
-    if kind == "diff":  # its vectors stay fp32: accelerate makes them units of FSDP, each of which has one dtype
+            module = SplitAttention(module, part)
+            model.set_submodule(part.path, module)
+        _double(module, part, entry["kind"], entry["lambda_init"], draw)
+    if entry["kind"] == "diff":  # its vectors stay fp32: accelerate makes them units of FSDP, each of one dtype
         model._no_split_modules = {*(model._no_split_modules or ()), LearnedLambda.__name__}
-    if not _ours(config._attn_implementation):
+    if not _subtracts(config._attn_implementation):
         config._attn_implementation_internal = DEFAULT
     # saved, so that transformers without this package says in one sentence what it lacks
     config.attn_implementation = DEFAULT
@@ -152,10 +155,9 @@ def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main
         path.write_text(differential_card(model), encoding="utf-8")
 
 
-def _double(module: Any, parts: _Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
+def _double(module: Any, part: Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
     """Heads 2i and 2i + 1 of the queries (and of the keys of "diff") become copies of head i."""
-    q, k, _, out, n, d = parts
-    norms = _norms(module)
+    q, k, out, n, d, norms = part.q, part.k, part.out, part.n, part.d, part.norms
     by_head = any(x.numel() > d for x in norms[0].parameters()) if norms[0] is not None else False
     for projection, norm in ((q, norms[0]), (k, norms[1]))[: 1 if kind == "diff_v2" else 2]:
         _widen(projection, d)
@@ -205,11 +207,11 @@ def _widen_norm(norm: Any, d: int) -> None:
 class SplitAttention(nn.Module):
     """Attention with q, k and v as matrices of their own, in place of a class that keeps them as one."""
 
-    def __init__(self, fused: Any, parts: _Parts):
+    def __init__(self, fused: Any, part: Parts):
         super().__init__()
         self.config, self.layer_idx = fused.config, fused.layer_idx
-        self.scaling, self.head_dim, self.is_causal = fused.scaling, parts.d, True
-        self.q_proj, self.k_proj, self.v_proj, self.o_proj = parts[:4]
+        self.scaling, self.head_dim, self.is_causal = fused.scaling, part.d, True
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = part.q, part.k, part.v, part.out
         self.dropout = getattr(fused, "resid_dropout", None) or nn.Identity()
         # None where positions are embedded with the tokens
         self.rotate: Any = getattr(sys.modules[type(fused).__module__], "apply_rotary_pos_emb", None)
@@ -240,7 +242,7 @@ class SplitAttention(nn.Module):
 def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
     chosen = module.config._attn_implementation
-    if not _ours(chosen):
+    if not _subtracts(chosen):
         raise ValueError(
             f"{type(module).__name__} is differential, and attn_implementation={chosen!r} computes softmax attention; "
             f"call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
@@ -252,8 +254,8 @@ def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     return args, {**kwargs, **more}
 
 
-def _ours(name: str | None) -> bool:
-    """Whether ``attn_implementation=name`` subtracts maps; an engine may have registered one of its own."""
+def _subtracts(name: str | None) -> bool:
+    """True if ``attn_implementation=name`` subtracts maps; an engine may have registered one of its own."""
     return str(name).startswith("diff_")
 
 
@@ -323,94 +325,97 @@ for _name in OWN_NAMES:
     AttentionMaskInterface.register(_name, sdpa_mask)
 
 
-# What is refused, and why.
+# Reading a model.
 
 
-def refusal(model: Any) -> str | None:
-    """Why ``differentiate`` does not take ``model``, in one sentence; None if it does."""
+def read(model: Any) -> list[Parts]:
+    """The attention modules of ``model``, which ``double`` takes.
+
+    Raises:
+        TypeError: for anything but a ``PreTrainedModel``.
+        ValueError: for a model whose attention cannot be doubled, saying why.
+    """
     if not isinstance(model, PreTrainedModel):
-        return (
+        raise TypeError(
             f"the model is a {type(model).__name__}; give a PreTrainedModel of transformers, before it is wrapped "
             "(PEFT adapters come after differentiate)"
         )
-    name, config = type(model).__name__, model.config
-    if getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama"):
-        return f"{name} is differential already; give a softmax model"
-    if getattr(model, "hf_quantizer", None) is not None or getattr(config, "quantization_config", None) is not None:
-        return f"{name} has quantised weights, which cannot be doubled; load it without quantisation"
-    if getattr(config, "is_encoder_decoder", False):
-        return f"{name} is an encoder-decoder; only decoders are taken"
-    if config.get_text_config() is not config:
-        return f"{name} has other parts than text; only text decoders are taken"
-    modules = [module for module in model.modules() if _attends(module)]
-    if not modules:
-        return f"{name} computes attention without transformers' AttentionInterface, through which its maps would pass"
-    reason = next(filter(None, map(_unread, modules)), None)
-    return f"{name} is not taken: {reason}" if reason else None
+    name, config, modules = type(model).__name__, model.config, _attentions(model)
+    quantised = getattr(model, "hf_quantizer", None) or getattr(config, "quantization_config", None)
+    differential = getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama")
+    for wrong, reason in (
+        (differential, "is differential already; give a softmax model"),
+        (quantised is not None, "has quantised weights, which cannot be doubled; load it without quantisation"),
+        (getattr(config, "is_encoder_decoder", False), "is an encoder-decoder; only decoders are taken"),
+        (config.get_text_config() is not config, "has other parts than text; only text decoders are taken"),
+        (not modules, "computes attention without transformers' AttentionInterface, through which its maps would pass"),
+    ):
+        if wrong:
+            raise ValueError(f"{name} {reason}")
+    try:
+        return [_read(path, module) for path, module in modules]
+    except ValueError as error:
+        raise ValueError(f"{name} is not taken: {error}") from None
 
 
-def _attends(module: nn.Module) -> bool:
-    """Whether the module calls an attention function of transformers' interface."""
-    code = getattr(inspect.unwrap(type(module).forward), "__code__", None)
-    return code is not None and "get_interface" in code.co_names
+def _attentions(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules, by path, that call an attention function of transformers' interface."""
+    codes = ((x, getattr(inspect.unwrap(type(x[1]).forward), "__code__", None)) for x in model.named_modules())
+    return [named for named, code in codes if code is not None and "get_interface" in code.co_names]
 
 
-def _unread(module: Any) -> str | None:
-    """Why an attention module cannot be read; None if it can."""
-    kind = type(module).__name__
-    if not getattr(module, "is_causal", True):
-        return f"{kind} is not causal, as an encoder's attention"
-    if getattr(module, "attn_logit_softcapping", None) is not None:
-        return (
-            f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
-            "configuration, which changes the logits, and train on"
-        )
-    if any(hasattr(part, "_hf_hook") and _on_meta(part) for part in module.modules()):
-        return f"the weights of {kind} are offloaded; load the model without offloading"
-    fused = _FUSED.get(kind)
-    if fused and (getattr(module, "is_cross_attention", False) or getattr(module.config, "add_cross_attention", False)):
-        return f"{kind} has cross-attention"
+def _read(path: str, module: Any) -> Parts:
+    """The parts of an attention module; the projections of a fused matrix are new.
+
+    Raises:
+        ValueError: if it cannot be doubled, naming its class.
+    """
+    kind, fused = type(module).__name__, _FUSED.get(type(module).__name__)
     out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
     names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
     missing = [name for name in names if not hasattr(module, name)]
-    if missing:
-        return f"{kind} has no {missing[0]}"
     known = {*names, *(name for pair in _NORMS for name in pair)}
-    parts = [name for name, part in module.named_children() if next(part.parameters(), None) is not None]
-    unknown = [*module._parameters, *(name for name in parts if name not in known)]
-    if unknown:
-        return f"{kind} has {listed(unknown)} beside its projections"
+    children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    unknown = [*module._parameters, *(name for name in children if name not in known)]
+    config = getattr(module, "config", None)
+    crosses = getattr(module, "is_cross_attention", False) or getattr(config, "add_cross_attention", False)
+    for wrong, reason in (
+        (not getattr(module, "is_causal", True), f"{kind} is not causal, as an encoder's attention"),
+        (getattr(module, "attn_logit_softcapping", None) is not None,
+         f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
+         "configuration, which changes the logits, and train on"),
+        (any(hasattr(x, "_hf_hook") and any(p.is_meta for p in x.parameters(recurse=False)) for x in module.modules()),
+         f"the weights of {kind} are offloaded; load the model without offloading"),
+        (fused and crosses, f"{kind} has cross-attention"),
+        (missing, f"{kind} has no {listed(missing[:1])}"),
+        (unknown, f"{kind} has {listed(unknown)} beside its projections"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(reason)
     for name in names:
-        if type(getattr(module, name)) not in (nn.Linear, Conv1D):
-            found = type(getattr(module, name)).__name__
-            return f"{name} of {kind} is a {found}; give the model before adapters and quantisation"
-    return None if fused else _unread_heads(module, *(getattr(module, name) for name in names))
+        found = type(getattr(module, name))
+        if found not in (nn.Linear, Conv1D):
+            raise ValueError(f"{name} of {kind} is a {found.__name__}; give the model before adapters and quantisation")
+    d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
+    norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
+    of_norms = getattr(module, norms[0], None), getattr(module, norms[1], None)
+    if fused:
+        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
+    else:
+        q, k, v = module.q_proj, module.k_proj, module.v_proj
+        _check_heads(module, q, k, v, getattr(module, out), d)
+    return Parts(path, module, q, k, v, getattr(module, names[-1]), q.out_features // d, d, of_norms)
 
 
-def _unread_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear) -> str | None:
-    kind, d = type(module).__name__, getattr(module, "head_dim", 0)
-    widths = (q.out_features, k.out_features)
+def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
+    kind, widths = type(module).__name__, (q.out_features, k.out_features)
     if not d or any(width % d for width in widths) or widths[0] % widths[1]:
-        return f"the projections of {kind} are not whole heads of width {d}"
+        raise ValueError(f"the projections of {kind} are not whole heads of width {d}")
     if v.out_features != widths[1] or out.in_features != widths[0]:
-        return f"queries, keys and values of {kind} differ in width, or a gate is among them"
+        raise ValueError(f"queries, keys and values of {kind} differ in width, or a gate is among them")
     reads = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
     if reads and kind not in _VIEW_BY_NUMBER:
-        return f"{kind} fixes its number of heads ({', '.join(sorted(reads))})"
-    return None
-
-
-def _parts(module: Any) -> _Parts:
-    """The projections of an attention module that can be read; those of a fused matrix are new."""
-    fused = _FUSED.get(type(module).__name__)
-    d = getattr(module, "head_dim", None) or module.head_size
-    if fused is None:
-        out = next(getattr(module, name) for name in _OUT if hasattr(module, name))
-        q, k, v = module.q_proj, module.k_proj, module.v_proj
-    else:
-        out = getattr(module, fused.out)
-        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
-    return _Parts(q, k, v, out, q.out_features // d, d)
+        raise ValueError(f"{kind} fixes its number of heads ({', '.join(sorted(reads))})")
 
 
 def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
@@ -428,17 +433,6 @@ def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
             linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
         made.append(linear)
     return made
-
-
-def _norms(module: Any) -> tuple[Any, Any]:
-    for names in _NORMS:
-        if any(hasattr(module, name) for name in names):
-            return getattr(module, names[0], None), getattr(module, names[1], None)
-    return None, None
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(x.is_meta for x in module.parameters(recurse=False))
 
 
 def _dropout(module: Any) -> float:

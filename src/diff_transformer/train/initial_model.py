@@ -347,9 +347,14 @@ def _on_meta(folder: Path) -> nn.Module:
 
 def check_trainable(folder: Path, model: Any) -> None:
     """Raise ValueError for a model of another library that this loop cannot train."""
-    from diff_transformer.model.differentiate import refusal
+    from diff_transformer.model.differentiate import read
 
-    reason = None if hasattr(model.config, "differential") else refusal(model)
+    reason = None
+    try:
+        if not hasattr(model.config, "differential"):
+            read(model)
+    except ValueError as error:
+        reason = str(error)
     more = [name for name in _AFTER_THE_HEAD if getattr(model.config, name, None) not in (None, 1)]
     more += ["a bias"] if getattr(model.get_output_embeddings(), "bias", None) is not None else []
     if more and not reason:

@@ -145,12 +145,14 @@ def _in_place(
 
 
 def _refusal(checkpoint: Checkpoint) -> str:
-    from diff_transformer.model.differentiate import refusal
+    """Why the model in the folder cannot be differential in its own class; "" if it can."""
+    from diff_transformer.model.differentiate import read
 
     try:
-        return refusal(on_meta(checkpoint)) or ""
+        read(on_meta(checkpoint))
     except ValueError as error:
         return first_line(error)
+    return ""
 
 
 def on_meta(checkpoint: Checkpoint) -> Any:
