@@ -3,11 +3,9 @@
 from collections.abc import Callable, Iterable, Sequence
 from statistics import fmean
 
-from needles import plan as needle_plan
 from recall.plan import CORE, GRID
 from tables import in_numbers
 
-from diff_transformer.data.needles import DEPTHS
 from diff_transformer.lab.measures import borrow_baselines, final_loss, paired_rows, trained
 from diff_transformer.lab.recipes import recall as recall_recipe
 from diff_transformer.lab.record import Cells, Record
@@ -282,30 +280,7 @@ def recall_charts(cells: Cells) -> dict[str, Chart]:
     return charts
 
 
-def needle_charts(cells: Cells) -> dict[str, Chart]:
-    """Accuracy on needles by step, and that of Figure 5's cell by depth at each length: the core's sides, then, below
-    them, the other starts of the head norm."""
-    runs, panels, named = cells.get(needle_plan.SETTING, {}), [], {}
-    names = NAMES | matched_names(needle_plan.MATCHED)
-    for part in (CORE, {"softmax", *needle_plan.STARTS}):
-        sides = {side: names[side] for side in needle_plan.SIDES if side in part and side in runs}
-        if len(sides) < 2:
-            continue
-        panels.append(_accuracy("held-out needles, while training", runs, "needles", sides, named))
-        for length in needle_plan.LENGTHS:
-            lines = []
-            for side, name in sides.items():
-                of = list(trained(runs[side]).values())
-                keys = [f"n8_r1_len{length}_depth{depth}" for depth in _DEPTHS]
-                columns = [[record.metrics["needle"][key] for record in of] for key in keys]
-                lines.append(_mean_and_band(name, side, [float(depth) for depth in _DEPTHS], columns))
-            title = f"1 of 8 needles, {length} tokens"
-            panels.append((title, line_chart(title, lines, x_label="depth, %", y_range=(0.0, 1.02), **_PANEL)))
-    return {"needles.svg": grid(panels, named)} if panels else {}
-
-
 _PANEL = {"width": 260, "height": 150}
-_DEPTHS = tuple(round(100 * depth) for depth in DEPTHS)
 _MARKS = {"softmax_norm1": "s3", "diff_matched": "s2", "softmax_norm_matched": "s4", "diff_lambda0_matched": "s5"}
 
 

@@ -1,7 +1,6 @@
 """The studies with swept sides: what the sides of a cell share, and what they cost."""
 
 import pytest
-from needles import plan as needle_plan
 from prose import plan as prose_plan
 from recall import plan as recall_plan
 
@@ -12,7 +11,7 @@ VARIED = {  # fields of a model that make a side
     "attention", "head_norm", "head_norm_init", "softmax_head_norm", "lambda_init", "lambda_learned",
     "intermediate_size", "num_key_value_heads", "value_head_dim",
 }  # fmt: skip
-PLANS = {"needles": needle_plan, "prose": prose_plan, "recall": recall_plan}
+PLANS = {"prose": prose_plan, "recall": recall_plan}
 
 
 def rate(side, sides):

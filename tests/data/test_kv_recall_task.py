@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from diff_transformer.data import RecallSource, RecallTask, evaluation_rng, make_recall_batch, recall_vocabulary
-from diff_transformer.data.kv_recall_task import reordered
 
 
 def _check_row(row, labels, vocabulary, pairs):
@@ -103,67 +102,6 @@ def test_distractors_are_keys_of_no_pair_and_take_their_share_of_the_noise():
         assert not set(row[marked]) & set(own)
 
 
-def test_a_question_without_an_answer_asks_for_a_key_of_no_pair():
-    vocabulary = recall_vocabulary(np.arange(80), 16, 4)
-    task = RecallTask(length=60, pairs=4, questions=10, unanswerable=0.3)
-    ids, answers, sources = make_recall_batch(evaluation_rng(0), vocabulary, task, 300)
-    replies = np.take_along_axis(ids, answers, axis=1)
-    without = sources < 0
-    assert without.mean() == pytest.approx(0.3, abs=0.03)
-    np.testing.assert_array_equal(without, replies == vocabulary.no_answer)
-    np.testing.assert_array_equal(replies[~without], np.take_along_axis(ids, sources.clip(0), axis=1)[~without])
-    assert not np.isin(vocabulary.no_answer, [*vocabulary.keys, *vocabulary.values, *vocabulary.noise])
-    for row, key, stranger in zip(ids, np.take_along_axis(ids, answers - 1, axis=1), without, strict=True):
-        np.testing.assert_array_equal(np.isin(key, row[: task.context]), ~stranger)
-        assert np.isin(key, vocabulary.keys).all()
-
-
-@pytest.mark.parametrize("new_form", [False, True])
-def test_labelled_examples(new_form):
-    """A class has the row's number of examples, all with its label; training never asks for its last form."""
-    vocabulary = recall_vocabulary(np.arange(100), 12, 4, forms=3)
-    task = RecallTask(length=56, pairs=8, questions=10, shots=(1, 2, 4), forms=3, new_form=new_form)
-    rows = make_recall_batch(evaluation_rng(0), vocabulary, task, 200)
-    place = {int(token): divmod(i, 3) for i, token in enumerate(vocabulary.keys)}  # class and form
-    numbers, shown, asked = set(), set(), set()
-    for row, replies in zip(rows.ids, np.take_along_axis(rows.ids, rows.answers, axis=1), strict=True):
-        examples = [(place[a], b) for a, b in pairwise(row[: task.context].tolist()) if a in place]
-        of = [key for (key, _), _ in examples]
-        (number,) = {of.count(key) for key in of}
-        label = {key: value for (key, _), value in examples}
-        assert len(examples) == 8
-        assert len(set(label.values())) == len(label) == 8 // number
-        questions = [place[token] for token in row[task.context :: 2].tolist()]
-        assert replies.tolist() == [label[key] for key, _ in questions]
-        assert all(value == label[key] for (key, _), value in examples)
-        numbers.add(number)
-        shown |= {form for (_, form), _ in examples}
-        asked |= {form for _, form in questions}
-    assert numbers == {1, 2, 4}
-    assert (shown, asked) == (({0, 1}, {2}) if new_form else ({0, 1, 2}, {0, 1}))
-    np.testing.assert_array_equal(
-        np.take_along_axis(rows.ids, rows.sources, axis=1), np.take_along_axis(rows.ids, rows.answers, axis=1)
-    )
-
-
-def test_pairs_in_another_order():
-    vocabulary = recall_vocabulary(np.arange(100), 12, 4, forms=3)
-    task = RecallTask(length=64, pairs=8, questions=10, shots=(1, 2), forms=3)
-    rows = make_recall_batch(evaluation_rng(0), vocabulary, task, 20)
-    other = reordered(np.random.default_rng(0), rows, vocabulary, task)
-
-    def pairs(row):
-        return sorted(pair for pair in pairwise(row[: task.context].tolist()) if pair[0] in vocabulary.keys)
-
-    assert all(pairs(a) == pairs(b) for a, b in zip(rows.ids, other.ids, strict=True))
-    assert (rows.ids != other.ids).any(axis=1).all()
-    np.testing.assert_array_equal(rows.ids[:, task.context :], other.ids[:, task.context :])
-    np.testing.assert_array_equal(np.isin(rows.ids, vocabulary.noise), np.isin(other.ids, vocabulary.noise))
-    np.testing.assert_array_equal(
-        np.take_along_axis(other.ids, other.sources, axis=1), np.take_along_axis(other.ids, other.answers, axis=1)
-    )
-
-
 def test_rows_cross_blocks_of_drawing():
     make = lambda: RecallSource(range(100), length=40, pairs=5, seed=7)  # noqa: E731
     ids, labels = make().rows(250, 300)
@@ -177,18 +115,8 @@ def test_rows_cross_blocks_of_drawing():
 def test_errors():
     with pytest.raises(ValueError, match="at least 16, got 15"):
         RecallSource(range(100), length=15, pairs=4)
-    with pytest.raises(ValueError, match=r"number of keys \(3\), one fewer with distractors or unanswerable .*; got 4"):
+    with pytest.raises(ValueError, match=r"number of keys \(3\), one fewer with distractors; got 4"):
         RecallSource(range(100), pairs=4, num_symbols=3)
-    with pytest.raises(ValueError, match="80 noise tokens leave no token that says that a question has no answer"):
-        RecallSource(range(100), pairs=4, num_symbols=10, questions=4, unanswerable=0.1)
-    with pytest.raises(ValueError, match=r"unanswerable is 0\.1, shots .* and forms 1; give questions of 1 or more"):
-        RecallSource(range(100), unanswerable=0.1)
-    with pytest.raises(ValueError, match=r"shots is \[1, 3\], forms 1; give shots that divide pairs \(4\)"):
-        RecallSource(range(100), questions=4, shots=(1, 3))
-    with pytest.raises(ValueError, match=r"20 keys of 4 form\(s\) and 20 values leave no noise among 100 ids"):
-        RecallSource(range(100), num_symbols=20, questions=4, forms=4)
-    with pytest.raises(ValueError, match="new_form is True, but forms is 1"):
-        RecallTask(new_form=True)
     with pytest.raises(ValueError, match="pairs is 0"):
         RecallSource(range(100), pairs=0)
     with pytest.raises(ValueError, match="leave no noise among 10 ids"):
@@ -197,5 +125,5 @@ def test_errors():
         recall_vocabulary(range(3))
     with pytest.raises(ValueError, match="noise_symbols is 9; give 1 to 8"):
         recall_vocabulary(range(12), 2, 9)
-    with pytest.raises(ValueError, match="and shares from 0 to 1"):
+    with pytest.raises(ValueError, match="and a share from 0 to 1"):
         RecallSource(range(100), distractors=1.5)

@@ -55,22 +55,6 @@ def test_the_largest_remainder_gets_the_odd_row(weights, batch_size, expected):
     assert list(mixture.rows_per_source.values()) == expected
 
 
-def test_phases_come_first_and_leave_out_no_row():
-    sources = {"lm": Counting(0), "needles": Counting(10**6)}
-    phases = [(3, {"lm": 1.0}), (2, {"lm": 0.5, "needles": 0.5})]
-    mixture = Mixture(sources, {"needles": 1.0}, 10, phases=phases)
-    batches = [mixture.batch(step) for step in range(7)]
-    assert [int(batch["source"].sum()) for batch in batches] == [0, 0, 0, 5, 5, 10, 10]
-    seen = np.concatenate([batch["input_ids"][:, 0] for batch in batches])
-    np.testing.assert_array_equal(np.sort(seen), [*range(40), *range(10**6, 10**6 + 30)])
-    halves = [Mixture(sources, {"needles": 1.0}, 10, phases=phases).batch(4, rank, 2) for rank in (0, 1)]
-    np.testing.assert_array_equal(np.concatenate([half["input_ids"] for half in halves]), batches[4]["input_ids"])
-    with pytest.raises(ValueError, match=r"phases of \[0\] steps"):
-        Mixture(sources, {"lm": 1.0}, 10, phases=[(0, {"needles": 1.0})])
-    with pytest.raises(ValueError, match="leaves no row for needles"):
-        Mixture(sources, {"lm": 1.0}, 4, phases=[(1, {"lm": 0.9, "needles": 0.1})])
-
-
 def test_errors():
     with pytest.raises(ValueError, match=r"batch_size 4 leaves no row for needles .*; give batch_size 6 or") as error:
         _mixture(4, {"lm": 0.9, "needles": 0.1})

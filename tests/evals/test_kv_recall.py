@@ -1,7 +1,5 @@
 """Recall in noise: a model that looks its answers up, attention written by hand, and a real model."""
 
-from itertools import pairwise
-
 import numpy as np
 import pytest
 import torch
@@ -59,54 +57,6 @@ def test_a_distractor_is_noise():
 
     metrics = evaluate_recall(OnKeys(), VOCABULARY, task, rows=4, longer=()).metrics
     assert metrics["noise"] == pytest.approx(40 / 44, abs=0.02)  # of 44 keys in the context 4 have a value
-
-
-def test_an_answer_to_a_question_without_one_is_a_hallucination():
-    vocabulary = recall_vocabulary(np.arange(100), 20, 4)
-    task = RecallTask(length=64, pairs=4, questions=8, unanswerable=0.4)
-
-    class NamesAValue(LooksUp):
-        """In odd rows all is "none"; in even rows a key without a value gets the first value of the row."""
-
-        def predictions(self, ids):
-            guesses = torch.full((len(ids), ids.shape[1] - 1), vocabulary.no_answer)
-            for row in range(0, len(ids), 2):
-                tokens = ids[row, :48].tolist()
-                value = next(token for token in tokens if token in vocabulary.values)
-                known = {a: b for a, b in pairwise(tokens) if b in vocabulary.values}
-                guesses[row] = torch.tensor([known.get(token, value) for token in ids[row, :-1].tolist()])
-            return guesses
-
-        def last_row_attention(self, ids):
-            return [torch.ones(1, ids.shape[1])]
-
-    metrics = evaluate_recall(NamesAValue(), vocabulary, task, rows=400, longer=()).metrics
-    assert metrics["answerable"] == pytest.approx(0.5, abs=0.03)
-    assert metrics["hallucinated"] == pytest.approx(0.5, abs=0.05)
-    assert metrics["accuracy"] == pytest.approx(0.5, abs=0.03)
-
-
-def test_labelled_examples_are_scored_by_their_number_their_form_and_their_order():
-    vocabulary = recall_vocabulary(np.arange(100), 12, 4, forms=2)
-    task = RecallTask(length=64, pairs=4, questions=8, shots=(1, 2), forms=2)
-
-    class FirstLabel(LooksUp):
-        """Answers every question with the row's first label: right by class, and by which example comes first."""
-
-        def predictions(self, ids):
-            first = [next(token for token in row if token in vocabulary.values) for row in ids.tolist()]
-            return torch.tensor(first)[:, None].expand(-1, ids.shape[1] - 1)
-
-        def last_row_attention(self, ids):
-            return [torch.ones(1, ids.shape[1])]
-
-    metrics = evaluate_recall(FirstLabel(), vocabulary, task, rows=4000, longer=()).metrics
-    assert metrics["chance"] == pytest.approx((1 / 4 + 1 / 2) / 2)
-    assert metrics["shots1"] == pytest.approx(1 / 4, abs=0.02)
-    assert metrics["shots2"] == pytest.approx(1 / 2, abs=0.02)
-    assert metrics["new_form"] == pytest.approx(3 / 8, abs=0.02)
-    # Right in some of eight orders and wrong in others: 1 - (3/4)^8 - (1/4)^8 with four classes, 1 - 2^-7 with two.
-    assert metrics["order_flips"] == pytest.approx(((1 - 0.75**8) + (1 - 2**-7)) / 2, abs=0.02)
 
 
 def test_rows_are_longer_by_their_noise():

@@ -57,10 +57,6 @@ def test_overrides_reach_every_kind_of_value():
             "evaluation.needles=[1,2]",
             "evaluation.needles is [1, 2]; give a list of lists of 2 whole numbers, such as [[1, 1]]",
         ),
-        (
-            'data.phases=[[0.5,{"copies":1}]]',
-            'give a list of lists of a whole number and an object with numbers, such as [[1, {"name": 0.5}]]',
-        ),
         ('data.corpora={"a":"b"}', "data.corpora is {'a': 'b'}; give an object with numbers, such as {\"name\": 0.5}"),
         ("data.mixture.text=much", "data.mixture is {'text': 'much'"),
         ("evaluation.more.long_nll=3", "give an object with objects"),
@@ -85,9 +81,8 @@ def test_values_become_what_their_fields_declare():
     ["train.steps=0", "train.batch_size=-1", "data.length=0", "optim.lr=0", "evaluation.samples=0", "train.threads=-1",
      "optim.weight_decay=-0.1", "data.recall.pairs=0", "optim.eps=-1", "optim.betas=[1.5,2]", "train.seed=-1",
      "evaluation.seed=-1", "train.seed=4294967296", "data.mixture={}", 'data.mixture={"text": -1, "recall": 1}',
-     'data.phases=[[0, {"text": 1}]]', 'data.phases=[[5, {}]]', 'data.phases=[[15, {"text": 1}], [6, {"text": 1}]]',
      'data.mixture={"text": 0}', 'data.corpora={"a": 0}', "data.max_bytes=0", "data.needles.counts=[]",
-     "data.needles.queries=[0]", "data.shots.classes=[0]", "evaluation.needles=[[2,3]]"],
+     "data.needles.queries=[0]", "evaluation.needles=[[2,3]]"],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(assignment):
     config = override(recipe("debug"), [assignment])

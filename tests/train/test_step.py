@@ -176,17 +176,12 @@ def test_an_answer_counts_if_all_of_its_tokens_are_predicted(monkeypatch):
     assert made.answer_accuracy(ids, labels) == pytest.approx(1 - 4 / 60)
 
 
-def test_a_step_weights_the_sources_of_its_phase(monkeypatch):
-    phases = 'data.phases=[[2, {"text": 1.0}], [1, {"text": 0.5, "recall": 0.5}]]'
-    made, _ = stepper(
-        monkeypatch, [phases, 'data.mixture={"recall": 1.0, "text": 3.0}', "data.loss=sources"], DDPStrategy, 1
-    )
-    data = made.config.data
-    assert source_names(data) == ["recall", "text"]
-    shares = [mixture_shares(data, number) for number in (0, 1, 2, 3, 99, None)]
-    assert shares == [[0.0, 1.0], [0.0, 1.0], [0.5, 0.5], [1.0, 3.0], [1.0, 3.0], [1.0, 3.0]]
-    batch = rows(4)._replace(source=torch.tensor([0, 1, 1, 1]))
-    losses = [made.step(batch, 0.0, lambda: False, number=number) for number in (0, 2, 3)]
-    each = [nats / tokens for nats, tokens in zip(losses[0].nats, losses[0].tokens, strict=True)]
-    expected = [each[1], (each[0] + each[1]) / 2, (each[0] + 3 * each[1]) / 4]
-    assert [outcome.loss for outcome in losses] == pytest.approx(expected, rel=1e-5)
+def test_a_step_weights_its_sources_by_their_shares(monkeypatch):
+    for shares in ((1.0, 1.0), (1.0, 3.0)):
+        mixture = f'data.mixture={{"recall": {shares[0]}, "text": {shares[1]}}}'
+        made, _ = stepper(monkeypatch, [mixture, "data.loss=sources"], DDPStrategy, 1)
+        assert source_names(made.config.data) == ["recall", "text"]
+        assert mixture_shares(made.config.data) == list(shares)
+        outcome = made.step(rows(4)._replace(source=torch.tensor([0, 1, 1, 1])), 0.0, lambda: False)
+        each = [nats / tokens for nats, tokens in zip(outcome.nats, outcome.tokens, strict=True)]
+        assert outcome.loss == pytest.approx((shares[0] * each[0] + shares[1] * each[1]) / sum(shares), rel=1e-5)

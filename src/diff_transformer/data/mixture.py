@@ -1,6 +1,6 @@
 """Several sources of rows in one batch, or as one source, in fixed proportions."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Protocol, TypedDict
 
 import numpy as np
@@ -32,40 +32,25 @@ class Batch(TypedDict):
 class Mixture:
     """Batches with the same number of rows of each source at every step; a pure function of the step.
 
-    Before these there may be phases, with other proportions each. The rows of a source come in their order: none is
-    repeated or left out, and resuming needs only the step.
+    The rows of a source come in their order: none is repeated or left out, and resuming needs only the step.
 
     Args:
         sources: by name; their rows have one length.
-        weights: a positive number for each source of the batches after all phases.
+        weights: a positive number for each source.
         batch_size: rows of a batch.
-        phases: (steps, weights) of each phase, in order.
 
     Raises:
-        ValueError: for weights that do not match the sources or are not positive, rows of different lengths, a phase
-            without steps, or a batch too small for every source to have a row.
+        ValueError: for weights that do not match the sources or are not positive, rows of different lengths, or a batch
+            too small for every source to have a row.
     """
 
-    def __init__(
-        self,
-        sources: Mapping[str, RowSource],
-        weights: Mapping[str, float],
-        batch_size: int,
-        seed: int = 0,
-        phases: Sequence[tuple[int, Mapping[str, float]]] = (),
-    ):
-        every = [*(shares for _, shares in phases), weights]
-        if not sources or sources.keys() != set().union(*every):
+    def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], batch_size: int, seed: int = 0):
+        if not sources or sources.keys() != weights.keys():
             raise ValueError(
-                f"sources {sorted(sources)} and weights {', '.join(str(sorted(shares)) for shares in every)} must have "
-                "the same names, at least one"
+                f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names, at least one"
             )
-        if any(not weight > 0 for shares in every for weight in shares.values()):
-            raise ValueError(
-                f"weights must be above 0, got {', '.join(map(str, every))}; leave out a source that is not wanted"
-            )
-        if any(steps < 1 for steps, _ in phases):
-            raise ValueError(f"phases of {[steps for steps, _ in phases]} steps; give each at least 1")
+        if any(not weight > 0 for weight in weights.values()):
+            raise ValueError(f"weights must be above 0, got {weights}; leave out a source that is not wanted")
         lengths = {name: source.length for name, source in sources.items()}
         if len(set(lengths.values())) > 1:
             raise ValueError(f"sources must give rows of one length, got {lengths}")
@@ -74,25 +59,14 @@ class Mixture:
         self.length = next(iter(lengths.values()))
         self.batch_size = batch_size
         self.seed = seed
-        self._starts = np.cumsum([0, *(steps for steps, _ in phases)])  # the first step of each phase
-        self._shares = [self._apportioned(shares) for shares in every]
-        rows = [steps * shares for (steps, _), shares in zip(phases, self._shares, strict=False)]
-        self._before = np.cumsum([np.zeros_like(self._shares[0]), *rows], axis=0)  # rows taken before each phase
-        self.rows_per_source = dict(zip(self.names, self._shares[-1].tolist(), strict=True))
-
-    def _apportioned(self, weights: Mapping[str, float]) -> np.ndarray:
-        """Rows of each source in a batch, int64 [sources]."""
-        rows = apportion(weights, self.batch_size)
-        missing = [name for name in self.names if rows.get(name) == 0]
-        if missing:
-            enough = next(
-                size for size in range(self.batch_size + 1, 1 << 30) if all(apportion(weights, size).values())
-            )
+        rows = apportion(weights, batch_size)
+        if missing := [name for name in self.names if not rows[name]]:
+            enough = next(size for size in range(batch_size + 1, 1 << 30) if all(apportion(weights, size).values()))
             raise ValueError(
-                f"batch_size {self.batch_size} leaves no row for {', '.join(missing)} at weights {weights}; "
-                f"give batch_size {enough} or a larger weight"
+                f"batch_size {batch_size} leaves no row for {', '.join(missing)} at weights {weights}; give batch_size "
+                f"{enough} or a larger weight"
             )
-        return np.array([rows.get(name, 0) for name in self.names])
+        self.rows_per_source = {name: rows[name] for name in self.names}
 
     def batch(self, step: int, rank: int = 0, world_size: int = 1) -> Batch:
         """The batch of ``step`` (from 0), or the part of one of ``world_size`` processes.
@@ -106,10 +80,9 @@ class Mixture:
         if self.batch_size % world_size or not 0 <= rank < world_size:
             raise ValueError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
         order = training_rng(self.seed, "mixture", step).permutation(self.batch_size)
-        phase = int(np.searchsorted(self._starts, step, side="right")) - 1
-        shares = self._shares[phase]
+        shares = np.array(list(self.rows_per_source.values()))
         sources = np.repeat(np.arange(len(self.names)), shares)
-        starts = self._before[phase] + (step - self._starts[phase]) * shares - np.cumsum([0, *shares[:-1]])
+        starts = step * shares - np.cumsum([0, *shares[:-1]])
         share = self.batch_size // world_size
         mine = order[rank * share : (rank + 1) * share]  # places in the batch before the shuffle
         ids, labels = (np.empty((share, self.length), np.int64) for _ in range(2))

@@ -1,7 +1,6 @@
 """Attention maps of one text, small enough to travel inside the report."""
 
 import base64
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,8 +43,7 @@ def _recall_entry(lm: CausalLM, config: RunConfig) -> dict:
     """A row of recall as in training, up to the first question. Its tokens are shown as k1, v1, and noise as a dot."""
     source = recall_source(config, lm.tokenizer)
     rng = evaluation_rng(config.evaluation.seed, "explorer", "recall")
-    task = replace(source.task, unanswerable=0.0)
-    (ids,), (answers,), (sources,) = make_recall_batch(rng, source.vocabulary, task, 1)
+    (ids,), (answers,), (sources,) = make_recall_batch(rng, source.vocabulary, source.task, 1)
     place, asked = int(sources[0]), int(answers[0])
     values = [i for i in ids[:asked].tolist() if i in set(source.vocabulary.values)]
     named = {value: f"v{n}" for n, value in enumerate(values, 1)}

@@ -9,14 +9,13 @@ model has to find the value of that key.
 
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from statistics import fmean
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.kv_recall_task import RecallRows, RecallTask, RecallVocabulary, make_recall_batch, reordered
+from diff_transformer.data.kv_recall_task import RecallRows, RecallTask, RecallVocabulary, make_recall_batch
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.evals.lm import LanguageModel, check_length, settings_of_lm
 from diff_transformer.evals.provenance import provenance
@@ -24,7 +23,6 @@ from diff_transformer.evals.types import Result
 
 ATTENDED = 32  # rows whose attention is read
 LONGER = (2, 4)  # multiples of a row's length
-ORDERS = 8  # of a row's pairs
 
 
 def evaluate_recall(
@@ -47,17 +45,11 @@ def evaluate_recall(
     ``best_head_answer``; and ``answer_mean_map``, ``noise_mean_map``, the shares of the map averaged over the heads of
     a layer before magnitudes are taken. ``rows``: hits by length.
 
-    With unanswerable questions also ``answerable``, the accuracy on the others, and ``hallucinated``, the share of the
-    unanswerable ones to which the model gives an answer; attention is then that of rows whose first question has an
-    answer. With shots also ``shots{n}``, the accuracy in rows with n pairs of each key, and ``order_flips``, the share
-    of questions answered rightly in one of ``ORDERS`` orders of the row's pairs and wrongly in another. With forms also
-    ``new_form``, the accuracy on forms that training does not ask for.
-
     Raises:
         ValueError: for a length that the model does not support, or a task that does not fit the vocabulary.
     """
     require_positive(rows=rows)
-    metrics, kept = {"chance": fmean(task.shots) / task.pairs}, []
+    metrics, kept = {"chance": 1 / task.pairs}, []
     for times in (1, *longer):
         scaled = replace(task, length=times * task.length)
         check_length(lm, scaled.length, "a row")
@@ -65,23 +57,10 @@ def evaluate_recall(
         hits = _hits(lm, made)  # [rows, questions]
         longer_by = "" if times == 1 else f"_{times}x"
         metrics["accuracy" + longer_by] = float(hits.mean())
-        if task.unanswerable:
-            answerable = made.sources >= 0
-            metrics["answerable" + longer_by] = float(hits[answerable].mean())
-            metrics["hallucinated" + longer_by] = 1 - float(hits[~answerable].mean())
         kept.append({"length": scaled.length, "questions": hits.shape[1], "hits": hits.sum(1).tolist()})
         if times == 1:
             metrics["first_question"] = float(hits[:, 0].mean())
             metrics |= _attention(lm, made, vocabulary, task)
-            if max(task.shots) > 1:
-                metrics |= _by_shots(made, hits, task)
-                rng = evaluation_rng(seed, "recall", "orders")
-                orders = [hits, *(_hits(lm, reordered(rng, made, vocabulary, task)) for _ in range(ORDERS - 1))]
-                metrics["order_flips"] = float((np.any(orders, axis=0) & ~np.all(orders, axis=0)).mean())
-    if task.forms > 1:
-        rng = evaluation_rng(seed, "recall", "new form")
-        made = make_recall_batch(rng, vocabulary, replace(task, new_form=True), rows)
-        metrics["new_form"] = float(_hits(lm, made).mean())
     details = {**asdict(task), "samples": rows, "seed": seed}
     return Result("recall", lm.name, metrics, kept, provenance(**details, **settings_of_lm(lm)))
 
@@ -92,16 +71,9 @@ def _hits(lm: LanguageModel, rows: RecallRows) -> np.ndarray:
     return np.take_along_axis(guesses, rows.answers - 1, axis=1) == right
 
 
-def _by_shots(rows: RecallRows, hits: np.ndarray, task: RecallTask) -> dict[str, float]:
-    answers = np.take_along_axis(rows.ids, rows.answers, axis=1)
-    shots = (rows.ids[:, None, : task.context] == answers[:, :, None]).sum(2)  # examples of each question's class
-    return {f"shots{n}": float(hits[shots == n].mean()) for n in np.unique(shots[shots > 0])}
-
-
 def _attention(lm: LanguageModel, rows: RecallRows, vocabulary: RecallVocabulary, task: RecallTask) -> dict[str, float]:
     found: dict[str, list[float]] = {}
-    first = np.flatnonzero(rows.sources[:, 0] >= 0)[:ATTENDED]  # rows whose first question has an answer
-    for ids, source in zip(rows.ids[first], rows.sources[first, 0], strict=True):
+    for ids, source in zip(rows.ids[:ATTENDED], rows.sources[:ATTENDED, 0], strict=True):
         noise = torch.from_numpy(_noise(ids[: task.context], vocabulary))
         layers = lm.last_row_attention(torch.from_numpy(ids[None, : task.context + 1]))
         heads = [_shares(layer, int(source), noise) for layer in layers]

@@ -205,7 +205,7 @@ def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
         "training": {name: [line[name] for line in logged] for name in names},
         "validation": {"step": [x["step"] for x in checked], "loss": [x["validation_loss"] for x in checked]},
     }
-    for name in ("recall", "needles", "shots"):
+    for name in ("recall", "needles"):
         asked = [line for line in lines if f"{name}_accuracy" in line]
         if asked:
             curves[name] = {

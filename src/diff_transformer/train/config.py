@@ -200,11 +200,6 @@ class RunConfig:
                 f"train.precision is {self.train.precision!r}, which does not train: "
                 f"{UNTRAINABLE[self.train.precision]}; give 'bf16-mixed' or '32-true'"
             )
-        if (steps := sum(steps for steps, _ in self.data.phases)) > self.train.steps:
-            raise ValueError(
-                f"data.phases is {self.data.phases}, {steps} steps in all, and train.steps is {self.train.steps}; give "
-                "fewer, or more train.steps"
-            )
         self.train.parallel.validate()
         if self.train.weights == "lora":
             self._check_lora()

@@ -17,13 +17,8 @@ def _all_positive(counts: tuple[int, ...]) -> bool:
 
 
 _COUNTS = Rule(_all_positive, "give one or more numbers from 1, such as [1, 2]")
-_CLASSES = Rule(_all_positive, "give one or more numbers from 1, such as [2, 3]")
 _TOKENS = Rule(lambda tokens: tokens >= 0, "give tokens, or 0 for none")
 _SHARES = Rule(_are_shares, 'give shares of 0 or more, at least one above 0, such as {"text": 1.0}')
-_PHASES = Rule(
-    lambda phases: all(steps >= 1 and _are_shares(shares) for steps, shares in phases),
-    'give each phase at least 1 step and shares of 0 or more, at least one above 0, such as [[600, {"copies": 1.0}]]',
-)
 _WEIGHTS = Rule(
     lambda corpora: all(weight > 0 for weight in corpora.values()),
     "give weights above 0, and leave out what is not wanted",
@@ -50,20 +45,6 @@ class RecallConfig:
     noise_symbols: int | None = None  # number of noise tokens to draw from; None for all others of the vocabulary
     questions: int = 0  # keys asked for, drawn with replacement; 0 asks for every key once
     distractors: float = 0.0  # share of the noise tokens that are keys of no pair of the row
-    unanswerable: float = 0.0  # share of the questions about such keys; their answer is one token that says so
-    shots: tuple[int, ...] = (1,)  # pairs of each key, which are then labelled examples; drawn for each row
-    forms: int = 1  # tokens that stand for a key
-
-
-@dataclass
-class ShotConfig:
-    """Labelled examples whose class names are dealt anew in each row (source "shots")."""
-
-    data: str = "python"  # a labelled set, as for the experiment many_shot; only its training texts are used
-    classes: Annotated[tuple[int, ...], _CLASSES] = (
-        2,
-        3,
-    )  # numbers of classes in a row, drawn with equal probability
 
 
 @dataclass
@@ -82,11 +63,8 @@ class DataConfig:
     # holds it `upsample_factor` times (section 3.3); 0 for no long documents
     upsample_length: Annotated[int, _TOKENS] = 0
     upsample_factor: PositiveInt = 4  # how often an epoch holds a long document
-    # share of the rows of a batch by source: "text", "needles", "recall", "shots", or rows that lead up to needles:
-    # "copies" (text that occurs twice), "pairs" ("Rome 4.") and "clauses" ("Rome is 4.")
+    # share of the rows of a batch by source: "text", "needles" or "recall"
     mixture: Annotated[dict[str, float], _SHARES] = field(default_factory=lambda: {"text": 1.0})
-    # steps and shares of what is trained on before `mixture`, in order: [[600, {"copies": 1.0}], ...]
-    phases: Annotated[tuple[tuple[int, dict[str, float]], ...], _PHASES] = ()
     # "tokens": mean over all labelled tokens. "sources": mean over each source's tokens, weighted by the source's
     # share; needle documents are then scored on their answers alone, which prose would otherwise outnumber
     loss: Annotated[str, one_of("tokens", "sources")] = "tokens"
@@ -95,4 +73,3 @@ class DataConfig:
     documents: Annotated[str, one_of("joined", "separate")] = "joined"
     needles: NeedleConfig = field(default_factory=NeedleConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
-    shots: ShotConfig = field(default_factory=ShotConfig)

@@ -215,7 +215,7 @@ class Run:
                 rows = next(batches)
                 at(step, "forward and backward")
                 rate, logs = learning_rate(step, settings.steps, self.config.optim), self._due(done, settings.log_every)
-                outcome = stepper.step(rows, rate, stop, number=step, by_part=logs)
+                outcome = stepper.step(rows, rate, stop, by_part=logs)
                 speed.tokens += settings.batch_size * self.config.data.length
                 if not outcome.finite:
                     raise self._not_finite(done, outcome)

@@ -18,7 +18,6 @@ GROUPS = {  # key of a line -> name of its TensorBoard scalar, or group of its s
     "validation_loss": "loss/validation",
     "recall_accuracy": "recall/accuracy",
     "needles_accuracy": "needles/accuracy",
-    "shots_accuracy": "shots/accuracy",
     "loss_by_source": "loss by source",
     "lr": "optimizer/lr",
     "grad_norm": "grad norm/total",

@@ -57,22 +57,19 @@ class Stepper:
         # FSDP2 reduces gradients in every pass: whole gradients, kept until the last pass, would not fit in memory.
         self.sharded = isinstance(fabric.strategy, ModelParallelStrategy)
 
-    def step(
-        self, rows: Rows, rate: float, stop: Callable[[], bool], *, number: int | None = None, by_part: bool = False
-    ) -> Outcome:
+    def step(self, rows: Rows, rate: float, stop: Callable[[], bool], *, by_part: bool = False) -> Outcome:
         """Update the model once.
 
         Args:
             rate: learning rate.
             stop: whether this process was asked to stop.
-            number: of the step, from 0, which says in which phase of the mixture it is; None for after all phases.
             by_part: also measure the gradient norm of each part of the model.
         """
         fabric, config = self.fabric, self.config
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        shares, micro_batch = mixture_shares(config.data, number), config.train.rows_of_a_pass(self.batch_part.size)
+        shares, micro_batch = mixture_shares(config.data), config.train.rows_of_a_pass(self.batch_part.size)
         dense = mostly(predicted(rows.labels))  # of rows that the host still has
         ids, labels, source = fabric.to_device(rows)
         counts = self._sum(count_by_source(labels, source, len(shares)), self.batch_part.size)

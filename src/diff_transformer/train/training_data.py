@@ -7,14 +7,13 @@ from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diff_transformer.data.cache import fingerprint, kept_text
-from diff_transformer.data.curriculum import WORDINGS, CopySource, FactSource
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.kv_recall_task import RecallSource, answer_labels, make_recall_batch
@@ -23,9 +22,6 @@ from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.data.shot_source import ShotSource
-from diff_transformer.data.tasks.labelled import load_labelled
-from diff_transformer.data.tasks.types import LabelledSet
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.data_config import NO_CORPUS, DataConfig
@@ -35,9 +31,7 @@ from diff_transformer.train.text import Text, load_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SOURCES = ("text", "needles", "recall", "shots", "copies", *WORDINGS)
-_OF_TEXT = frozenset(("needles", "copies"))  # sources that cut their rows from text
-_OF_FACTS = frozenset(("needles", *WORDINGS))  # sources for which the tokenizer is trained on needles too
+SOURCES = ("text", "needles", "recall")
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
 _TOKENIZER_NEEDLES = 20_000
 _POLL_SECONDS = 0.1
@@ -53,7 +47,7 @@ class TrainingData:
     mixture: Mixture
     validation: Tensor  # held-out rows of text, or of recall if there is no text, int64 [rows, length]
     validation_labels: Tensor  # their labels: every token of text, the answers of recall
-    # held-out rows of needles, recall and shots, if the mixture has them, and their labels: those of the answers
+    # held-out rows of needles and recall, if the mixture has them, and their labels: those of the answers
     questions: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def digest(self) -> str:
@@ -97,8 +91,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
     names = source_names(data)
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:
-        where = "data.mixture" if data.mixture.keys() & set(unknown) else "data.phases"
-        raise ValueError(f"{where} names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
+        raise ValueError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
     vocab_size, rows = vocabulary_size(config), config.train.validation_rows
     sources: dict[str, RowSource] = {}
     if data.corpus != NO_CORPUS:
@@ -113,8 +106,8 @@ def load_training_data(config: RunConfig) -> TrainingData:
         text, corpus = None, Corpus(NO_CORPUS, [], [], "no text")
         tokenizer = make_tokenizer(data, corpus, vocab_size)
     questions = {}
-    filler: Any = Filler(corpus.train) if _OF_TEXT & set(names) else None
     if "needles" in names:
+        filler = Filler(corpus.train)
         sources["needles"] = _needle_source(config, filler, tokenizer)
         questions["needles"] = _needle_source(config, filler, tokenizer, held_out=True).rows(0, rows)
     if "recall" in names:
@@ -122,27 +115,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
         rng = evaluation_rng(config.evaluation.seed, "recall", "validation")
         made = make_recall_batch(rng, source.vocabulary, source.task, rows)
         questions["recall"] = made.ids, answer_labels(made.ids, made.answers)
-    if "shots" in names:
-        labelled = load_labelled(data.shots.data)
-        sources["shots"] = _shot_source(config, labelled, tokenizer)
-        questions["shots"] = _shot_source(config, labelled, tokenizer, held_out=True).rows(0, rows)
-    if "copies" in names:
-        only = data.loss == "sources"
-        sources["copies"] = CopySource(filler, tokenizer, length=data.length, seed=seed, copies_only=only)
-    for wording in [name for name in names if name in WORDINGS]:
-        sources[wording] = FactSource(
-            wording,
-            tokenizer,
-            length=data.length,
-            seed=seed,
-            needles=data.needles.counts,
-            digits=data.needles.digits,
-            answer_loss_only=data.loss == "sources",
-        )
-    phases = [(steps, _positive(shares)) for steps, shares in data.phases]
-    mixture = Mixture(
-        {name: sources[name] for name in names}, _positive(data.mixture), config.train.batch_size, seed, phases
-    )
+    mixture = Mixture({name: sources[name] for name in names}, _positive(data.mixture), config.train.batch_size, seed)
     held_out = {name: (torch.from_numpy(ids), torch.from_numpy(labels)) for name, (ids, labels) in questions.items()}
     if text is not None:
         validation = labels = torch.from_numpy(text.validation_rows(rows))
@@ -167,19 +140,6 @@ def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bo
     )
 
 
-def _shot_source(config: RunConfig, labelled: LabelledSet, tokenizer, *, held_out: bool = False) -> ShotSource:
-    data = config.data
-    return ShotSource(
-        labelled,
-        tokenizer,
-        length=data.length,
-        seed=config.evaluation.seed if held_out else config.train.seed,
-        classes=data.shots.classes,
-        answer_loss_only=held_out or data.loss == "sources",
-        held_out=held_out,
-    )
-
-
 def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> RecallSource:
     """The rows of recall that a run of ``config`` trains on."""
     recall = config.data.recall
@@ -195,20 +155,13 @@ def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> Re
 
 
 def source_names(data: DataConfig) -> list[str]:
-    """The sources that are used, in all phases; the order is that of ``Rows.source``."""
-    every = [data.mixture, *(shares for _, shares in data.phases)]
-    return list(dict.fromkeys(name for shares in every for name in _positive(shares)))
+    """The sources that are used; the order is that of ``Rows.source``."""
+    return list(_positive(data.mixture))
 
 
-def mixture_shares(data: DataConfig, step: int | None = None) -> list[float]:
-    """The share of each source of ``source_names`` at ``step``, by default after all phases."""
-    end, shares = 0, data.mixture
-    for steps, of_phase in data.phases:
-        end += steps
-        if step is not None and step < end:
-            shares = of_phase
-            break
-    return [shares.get(name, 0.0) for name in source_names(data)]
+def mixture_shares(data: DataConfig) -> list[float]:
+    """The share of each source of ``source_names``."""
+    return list(_positive(data.mixture).values())
 
 
 def _positive(shares: dict[str, float]) -> dict[str, float]:
@@ -231,7 +184,7 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
             if size > _TOKENIZER_BYTES:
                 break
         needles, first, least = (), None, None
-        if _OF_FACTS & set(source_names(data)):
+        if "needles" in source_names(data):
             needles, first = (
                 needle_texts(_TOKENIZER_NEEDLES),
                 next(needle_texts(1)),
