@@ -2,12 +2,17 @@
 
 import importlib
 import sys
+from functools import partial
 from types import ModuleType
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from diff_transformer import DiffTransformerConfig
+from diff_transformer.model.attention import Attention
+from diff_transformer.model.heads import CORES
+from diff_transformer.model.inputs import Visible
 from diff_transformer.serving.vllm.checks import CheckedWeights, check_parallel, check_version
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -33,7 +38,39 @@ def cores(monkeypatch):
     sys.modules.pop("diff_transformer.serving.vllm.cores")
 
 
-@pytest.mark.parametrize("attention", ["diff", "grouped_diff", "diff_v2", "softmax"])
+ATTENTIONS = [name for name in CORES if name != "dint"]
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
+def test_a_core_finishes_the_heads_as_ours_does(cores, attention):
+    """What vLLM's attention returns, A1 V and A2 V of each head, is here computed in full."""
+    config = DiffTransformerConfig(**SIZES, attention=attention)
+    torch.manual_seed(0)
+    ours = Attention.from_config(config, 1)
+    for parameter in ours.core.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    theirs = cores.core_of(config, 1, None, "core")
+    theirs.load_state_dict(ours.core.state_dict(), strict=False)
+    theirs.finish()
+    heads, x = config.heads, torch.randn(1, 5, 32)
+    q, k, v = torch.randn(1, heads.queries, 5, 8), torch.randn(1, heads.keys, 5, 8), None
+    v = torch.randn(1, heads.values, 5, heads.value_dim)
+    if config.variant.maps == 1:
+        maps = [(q, k)]
+    else:
+        q1, q2, k1, k2 = ours.core.split(q, k)
+        maps = [(q1, k1), (q2, k2)]
+    sdpa = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=True)
+    outs = [sdpa(q, k, v)[0].transpose(0, 1) for q, k in maps]  # [T, h, dv]
+    group = 1 if len(outs) == 1 else config.variant.signal_heads
+    out = outs[0].unflatten(1, (-1, group))
+    if len(outs) == 2:
+        out = torch.cat((out, outs[1][:, :, None]), 2)
+    expected = ours.core(q, k, v, Visible(), hidden_states=x)[0]
+    torch.testing.assert_close(theirs(out.flatten(1, 2), x[0]), expected, atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_core_is_whole_in_its_state_dict(cores, attention):
     """``--load-format sharded_state`` copies a state dict and never calls ``load_weights``."""
     norm = {"softmax_head_norm": attention == "softmax"}

@@ -47,7 +47,8 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
     )
     lam = gate = None
     if core.variant.maps == 2:
-        lam, gate = (x if x is None else x.detach() for x in core.weights(draw(BATCH, LENGTH, HIDDEN), torch.float64))
+        weights = core.weights(draw(BATCH, LENGTH, HIDDEN))
+        lam, gate = (x if x is None else x.detach() for x in weights[:2])
     documents = Packing(torch.tensor(bounds, dtype=torch.int32), max(b - a for a, b in pairwise(bounds)))
 
     def results(attend, cut) -> list[torch.Tensor]:

@@ -28,7 +28,7 @@ class AttentionCall:
         mean: for DINT, ``mean(call, rows, first, change)``: the mean of the first map that DINT adds, for the queries
             ``rows``, whose map is ``first``.
         window: sliding window of the causal mask, as in ``diff_attention``.
-        gate: factor of each query and head, ``[B, H, T, 1]``.
+        first: weight of the first map for each query and head, ``[B, H, T, 1]``; None is 1.
     """
 
     layer: int
@@ -43,7 +43,7 @@ class AttentionCall:
     softcap: float | None = None
     mean: "Mean | None" = None
     window: int | None = None
-    gate: Tensor | None = None
+    first: Tensor | None = None
 
     def blocks(self, elements: int = BLOCK) -> Iterator[slice]:
         """Ranges that partition the queries, each with at most ``elements`` logits over all its maps."""
@@ -99,25 +99,21 @@ class AttentionCall:
         return tuple(x.masked_fill(hidden, float("-inf")).softmax(-1).masked_fill(fully_masked, 0.0) for x in logits)
 
     def attention(self, rows: slice = slice(None), change: "Change | None" = None) -> Tensor:
-        """``A1 - lambda A2`` (DINT: ``+ lambda G``), or the map of softmax attention, times the gate.
-
-        Returns:
-            ``[B, H, t, S]``.
-        """
+        """``first A1 - lambda A2`` (DINT: ``+ lambda G``), or the map of softmax attention: ``[B, H, t, S]``."""
         maps = self.maps(rows, change)
-        gate = 1.0 if self.gate is None else self.gate[:, :, rows]
         if self.lam is None:
-            return maps[0] * gate
-        difference = self.difference(maps, rows) * gate
+            return maps[0] if self.first is None else self.first[:, :, rows] * maps[0]
+        difference = self.difference(maps, rows)
         if self.mean is None:
             return difference
         return difference + self.lam * self.mean(self, rows, maps[0], change)
 
     def difference(self, maps: tuple[Tensor, ...], rows: slice) -> Tensor:
-        """``A1 - lambda A2`` of the two maps of the queries ``rows``."""
+        """``first A1 - lambda A2`` of the two maps of the queries ``rows``."""
         assert self.lam is not None
         lam = self.lam[..., rows, :] if self.lam.dim() > 1 and self.lam.shape[-2] > 1 else self.lam
-        return maps[0] - lam * maps[1].repeat_interleave(maps[0].shape[1] // maps[1].shape[1], dim=1)
+        signal = maps[0] if self.first is None else self.first[:, :, rows] * maps[0]
+        return signal - lam * maps[1].repeat_interleave(maps[0].shape[1] // maps[1].shape[1], dim=1)
 
     def _mask(self, rows: slice) -> Tensor | None:
         if self.mask is None:

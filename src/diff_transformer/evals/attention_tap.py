@@ -133,17 +133,17 @@ def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
     """``core.attend`` of this package's attention, passed through ``handle``."""
     before = core.attend
 
-    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, visible: Any, gate: Tensor | None = None) -> Tensor:
+    def attend(q: Tensor, k: Tensor, v: Tensor, lam: Any, visible: Any, first: Tensor | None = None) -> Tensor:
         scale, (mask, is_causal, window) = q.shape[-1] ** -0.5, visible[:3]
         if core.variant.maps == 2:
             q1, q2, k1, k2 = core.split(q, k)
             lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device) if isinstance(lam, float) else lam
             mean = _dint_mean(core, q, k, visible) if core.variant.means else None
             call = AttentionCall(
-                layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window, gate=gate
+                layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window, first=first
             )
         else:
-            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window, gate=gate)
+            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window, first=first)
 
         def finish(change: Change) -> Tensor:
             if not core.variant.means:
@@ -155,7 +155,7 @@ def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
             difference, first = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
             return core.with_means(difference, first, lam, core.counted(q, k, visible), is_causal)
 
-        return handle(call, lambda: before(q, k, v, lam, visible, gate), finish, False)
+        return handle(call, lambda: before(q, k, v, lam, visible, first), finish, False)
 
     return attend
 

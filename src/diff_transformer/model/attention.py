@@ -163,11 +163,10 @@ class Attention(nn.Module):
         Args:
             hidden_states: the layer's input ``[B, T, hidden_size]``, for variants whose lambda depends on the token.
 
-        For ``"diff_v3"``, the weight of the second map over that of the first. None for one map.
+        It is the weight of the second map; None for one map.
         """
         with torch.no_grad():
-            dtype = self.q_proj.weight.dtype if hidden_states is None else hidden_states.dtype
-            lam, _ = self.core.weights(hidden_states, dtype)
+            lam, _ = self.core.lambda_and_gate(hidden_states)
             return None if lam is None else torch.as_tensor(lam, dtype=torch.float32)
 
     def attention_maps(self, hidden_states: Tensor, context: Tensor | None = None, **options) -> DiffMaps:

@@ -87,24 +87,23 @@ class AttentionCore(nn.Module):
         out = decode_in_one_call(self, q, k, v, visible, hidden_states)
         if out is not None:
             return out
-        lam, gate = self.weights(hidden_states, v.dtype)
-        before, after = (None, gate) if self.variant.gate == "normed" else (gate, None)
+        lam, first, after = self.weights(hidden_states)
         if visible.documents is None:
-            return self.finish(self.attend(q, k, v, lam, visible, before).transpose(1, 2), after)
-        out = self.attend_documents(q, k, v, lam, visible, before)
+            return self.finish(self.attend(q, k, v, lam, visible, first).transpose(1, 2), after)
+        out = self.attend_documents(q, k, v, lam, visible, first)
         return self.finish(out.unflatten(0, (q.shape[0], q.shape[2])), after)
 
-    def weights(self, hidden_states: Tensor | None, dtype: torch.dtype) -> tuple[Lambda, Tensor | None]:
-        """Lambda and the gate as ``attend`` takes them: ``gate (A1 - lambda A2)``; in fp32 or wider.
+    def weights(self, hidden_states: Tensor | None) -> tuple[Lambda, Tensor | None, Tensor | None]:
+        """Weights of the second and of the first map, and a gate after the norm; in fp32 or wider.
 
-        With gate="first" lambda is s2 / s1, since s1 A1 - s2 A2 = s1 (A1 - (s2 / s1) A2). s1 stops where the rounding
-        of ``dtype``, that of the heads, hides it.
+        None for what the variant lacks; a gate is ``[B, h, T, 1]``.
         """
         lam, gate = self.lambda_and_gate(hidden_states)
-        if gate is not None and lam is not None and self.variant.gate == "first":
-            gate = gate.clamp_min(torch.finfo(dtype).eps / 4)
-            lam = lam / gate
-        return lam, gate
+        if self.variant.gate == "normed":
+            return lam, None, gate
+        if self.variant.gate == "result" and lam is not None:
+            lam = lam * gate
+        return lam, gate, None
 
     def lambda_and_gate(self, hidden_states: Tensor | None) -> tuple[Lambda, Tensor | None]:
         """Lambda, the weight of the second map, and the gate ``[B, h, T, 1]``; None for what the variant lacks."""
@@ -129,14 +128,14 @@ class AttentionCore(nn.Module):
         return q1, q2, k1, k2
 
     def attend(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, gate: Tensor | None = None
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, first: Tensor | None = None
     ) -> Tensor:
-        """``gate (A1 - lambda A2) V`` or ``gate A1 V``, before the norm: ``[B, h, T, dv]``; ``gate [B, h, T, 1]``."""
+        """``(first A1 - lambda A2) V`` or ``first A1 V``, before the norm: ``[B, h, T, dv]``."""
         mask, causal, window = visible[:3]
         if self.variant.maps == 1:
-            return _gated(softmax_attention(q, k, v, mask, causal, window=window, backend=self.backend), gate)
-        options: dict[str, Any] = {"attn_mask": mask, "is_causal": causal, "window": window}
-        return _gated(diff_attention(*self.split(q, k), v, lam, **options, backend=self.backend), gate)
+            return _gated(softmax_attention(q, k, v, mask, causal, window=window, backend=self.backend), first)
+        options: dict[str, Any] = {"first": first, "attn_mask": mask, "is_causal": causal, "window": window}
+        return diff_attention(*self.split(q, k), v, lam, **options, backend=self.backend)
 
     def attend_documents(
         self,
@@ -145,7 +144,7 @@ class AttentionCore(nn.Module):
         v: Tensor,
         lam: Lambda,
         visible: Visible,
-        gate: Tensor | None = None,
+        first: Tensor | None = None,
         of_keys: Packing | None = None,
     ) -> Tensor:
         """``attend`` within each packed document: ``[B * T, h, dv]``.
@@ -156,25 +155,25 @@ class AttentionCore(nn.Module):
         causal, window, backend = visible.is_causal, visible.window, self.backend
         (bounds, longest), (bounds_k, longest_k) = visible.documents, of_keys or visible.documents
         limits = bounds, bounds_k, longest, longest_k
-        gate = None if gate is None else concatenate_rows(gate)
+        first = None if first is None else concatenate_rows(first)
         if self.variant.maps == 2:
             q1, q2, k1, k2 = self.split(q, k)
             rows = [concatenate_rows(x) for x in (q1, q2, k1)]
             rows.append(rows[2] if k2 is k1 else concatenate_rows(k2))
             lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
             rows.append(concatenate_rows(v))
-            out = diff_attention_varlen(*rows, lam, *limits, is_causal=causal, window=window, backend=backend)
-            return _gated(out, gate)
+            options: dict[str, Any] = {"first": first, "is_causal": causal, "window": window, "backend": backend}
+            return diff_attention_varlen(*rows, lam, *limits, **options)
         rows = [concatenate_rows(x) for x in (q, k, v)]
         if backend == "sdpa" and packs(q):
-            return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), gate)
+            return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), first)
         alone = visible._replace(documents=None)
         sizes, sizes_k = bounds.diff().tolist(), bounds_k.diff().tolist()
         parts = [
             self.attend(*map(_as_batch, document), lam=None, visible=alone)[0].transpose(0, 1)
             for document in zip(rows[0].split(sizes), *(x.split(sizes_k) for x in rows[1:]), strict=True)
         ]
-        return _gated(torch.cat(parts), gate)
+        return _gated(torch.cat(parts), first)
 
     def finish(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
         """Apply head norm, constants and a gate after the norm, ``[B, h, T, 1]``, to each head of ``[B, T, h, dv]``."""
@@ -185,19 +184,17 @@ class AttentionCore(nn.Module):
         return out if gate is None else _gated(out, gate.transpose(1, 2))
 
     def maps(self, q: Tensor, k: Tensor, visible: Visible, *, hidden_states: Tensor | None = None) -> DiffMaps:
-        """Both softmax maps and the map that multiplies V, gate included: ``[B, h, T, S]`` each.
+        """Both softmax maps and the map that multiplies V, weights included: ``[B, h, T, S]`` each.
 
         With one map, the second is 0.
         """
-        lam, gate = self.weights(hidden_states, q.dtype)
+        lam, first, _ = self.weights(hidden_states)
         parts = (q, q, k, k) if self.variant.maps == 1 else self.split(q, k)
         options: dict[str, Any] = dict(zip(("attn_mask", "is_causal", "window"), visible, strict=False))
-        first, second, difference = diff_attention_maps(*parts, 0.0 if lam is None else lam, **options)
+        maps = diff_attention_maps(*parts, 0.0 if lam is None else lam, first=first, **options)
         if self.variant.maps == 1:
-            second = torch.zeros((), dtype=first.dtype, device=first.device).expand_as(first)
-        if gate is not None and self.variant.gate != "normed":
-            difference = difference * gate
-        return DiffMaps(first, second, difference)
+            maps = maps._replace(second=maps.second.new_zeros(()).expand_as(maps.second))
+        return maps
 
     def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor) -> tuple:
         """Output and maps.
@@ -210,8 +207,8 @@ class AttentionCore(nn.Module):
             return self(q, k, v, visible, hidden_states=hidden_states), maps
         weights = maps.difference
         values = v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
-        gate = self.weights(hidden_states, v.dtype)[1] if self.variant.gate == "normed" else None
-        return self.finish((weights @ values).to(v.dtype).transpose(1, 2), gate), maps
+        after = self.weights(hidden_states)[2]
+        return self.finish((weights @ values).to(v.dtype).transpose(1, 2), after), maps
 
 
 def decode_in_one_call(
@@ -228,13 +225,13 @@ def decode_in_one_call(
         return None
     if variant.maps == 1 or variant.means:
         return None
-    if norm is not None and (not is_plain(norm, RMSNorm) or variant.gate == "result"):
+    if norm is not None and not is_plain(norm, RMSNorm):
         return None
+    value, first, gate, vectors = lam.initial, None, None, ()
     if is_plain(lam, LearnedLambda) and core.gates is None:
-        value, gate, vectors = lam.initial, None, (lam.lambda_q1, lam.lambda_k1, lam.lambda_q2, lam.lambda_k2)
+        vectors = lam.lambda_q1, lam.lambda_k1, lam.lambda_q2, lam.lambda_k2
     else:
-        (value, gate), vectors = core.lambda_and_gate(hidden_states), ()
-    first, gate = (gate, None) if variant.gate == "first" else (None, gate)
+        value, first, gate = core.weights(hidden_states)
     norm_weight, norm_eps = (None, None) if norm is None else (norm.weight, norm.eps)
     return decode_heads(
         *core.split(q, k), v, value, vectors, first, gate, norm_weight, norm_eps, core.gain, visible.is_causal,

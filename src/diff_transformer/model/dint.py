@@ -50,11 +50,11 @@ class DintCore(AttentionCore):
         super().__init__(*args, **kwargs)
         self.is_causal = is_causal
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, gate=None) -> Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, first=None) -> Tensor:
         """``(A1 - lambda A2 + lambda G) V``, before the head norm: ``[B, h, T, dv]``."""
         difference = super().attend(q, k, v, lam, visible)
-        first = super().attend(q, k, v, 0.0, visible)
-        return self.with_means(difference, first, lam, self.counted(q, k, visible), visible.is_causal)
+        alone = super().attend(q, k, v, 0.0, visible)
+        return self.with_means(difference, alone, lam, self.counted(q, k, visible), visible.is_causal)
 
     def counted(self, q: Tensor, k: Tensor, visible: Visible) -> Counted:
         """The queries of a call that count."""
@@ -75,7 +75,7 @@ class DintCore(AttentionCore):
         return out.to(difference.dtype)
 
     def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, gate=None, of_keys=None
+        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, first=None, of_keys=None
     ) -> Tensor:
         """``attend`` within each packed document: ``[B * T, h, dv]``.
 

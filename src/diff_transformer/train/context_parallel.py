@@ -123,7 +123,7 @@ def check_context(config: Any, size: int, method: str) -> None:
 
 @torch.compiler.disable
 def _attend_own_queries(
-    context: SequencePart, core: AttentionCore, attend_documents, q, k, v, lam: Lambda, visible: Visible, gate=None
+    context: SequencePart, core: AttentionCore, attend_documents, q, k, v, lam: Lambda, visible: Visible, first=None
 ) -> Tensor:
     """``core.attend_documents`` of this process's ``q``, ``k``, ``v [B, heads, S, width]``: ``[B * S, h, dv]``."""
     B, width = q.shape[0], q.shape[2] // 2  # of a piece
@@ -139,30 +139,30 @@ def _attend_own_queries(
     outs = []
     for i, piece in enumerate(context.pieces):
         own, start, end = slice(i * width, (i + 1) * width), piece * width, (piece + 1) * width
-        of_piece, gates = (x[:, :, own] if isinstance(x, Tensor) and x.dim() == 4 else x for x in (lam, gate))
+        of_piece, firsts = (x[:, :, own] if isinstance(x, Tensor) and x.dim() == 4 else x for x in (lam, first))
         inputs = q[:, :, own], keys[:, :, :end], values[:, :, :end], of_piece
         # PyTorch's own attention has this causal limit without a mask only in its form for packed documents.
         if len(documents.cu_seqlens) == B + 1 and not (q.is_cuda and core.variant.maps == 1):  # a document a row
-            outs.append(core.attend(*inputs, visible._replace(documents=None), gates).transpose(1, 2))
+            outs.append(core.attend(*inputs, visible._replace(documents=None), firsts).transpose(1, 2))
         else:
             of_queries, of_keys = (_clip(documents, B, N, first, end) for first in (start, 0))
-            out = attend_documents(*inputs, visible._replace(documents=of_queries), gates, of_keys)
+            out = attend_documents(*inputs, visible._replace(documents=of_queries), firsts, of_keys)
             outs.append(out.unflatten(0, (B, width)))
     return torch.cat(outs, 1).flatten(0, 1)
 
 
 @torch.compiler.disable
 def _attend_own_heads(
-    context: SequencePart, core: AttentionCore, attend_documents, q, k, v, lam: Lambda, visible: Visible, gate=None
+    context: SequencePart, core: AttentionCore, attend_documents, q, k, v, lam: Lambda, visible: Visible, first=None
 ) -> Tensor:
     """As ``_attend_own_queries``, by exchanging tokens for heads."""
     B, S = q.shape[0], q.shape[2]
     q, k, v = (_to_heads(x.transpose(1, 2), context).transpose(1, 2) for x in (q, k, v))
-    lam, gate = (
+    lam, first = (
         _to_heads(x.transpose(1, 2), context).transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x
-        for x in (lam, gate)
+        for x in (lam, first)
     )
-    out = attend_documents(q, k, v, lam, visible, gate).unflatten(0, (B, S * context.size))
+    out = attend_documents(q, k, v, lam, visible, first).unflatten(0, (B, S * context.size))
     return _to_tokens(out, context).flatten(0, 1)
 
 

@@ -14,11 +14,13 @@ from diff_transformer.model.lambdas import lambda_init
 
 
 class SoftmaxCore(nn.Module):
-    """The heads as they are, or each of them normalised."""
+    """The heads as they are, each of them normalised, or times a gate of each token (``"gated"``)."""
 
-    def __init__(self, config):
+    def __init__(self, config, quantization, prefix: str):
         super().__init__()
-        eps = config.head_norm_eps or config.rms_norm_eps
+        eps, heads = config.head_norm_eps or config.rms_norm_eps, config.heads.outputs
+        gated = config.variant.gate == "result"
+        self.lam = TokenLambda(config.hidden_size, heads, 1, quantization, f"{prefix}.lam") if gated else None
         self.head_norm = HeadNorm(config.heads.value_dim, eps) if config.softmax_head_norm else None
 
     def finish(self) -> None:
@@ -31,6 +33,8 @@ class SoftmaxCore(nn.Module):
 
     def forward(self, out: Tensor, hidden_states: Tensor) -> Tensor:
         """The call's output ``[T, query heads, dv]`` as W_O takes it, ``[T, output heads, dv]``."""
+        if self.lam is not None:
+            return out.float() * self.lam(hidden_states)
         return out if self.head_norm is None else self.head_norm(out)
 
 
@@ -70,11 +74,15 @@ class DiffCore(nn.Module):
 
 
 class DiffV2Core(nn.Module):
-    """``"diff_v2"``: query heads 2i and 2i+1 share keys and values; lambda is one of each token and head."""
+    """``"diff_v2"`` and ``"diff_v3"``: query heads 2i and 2i+1 share keys and values.
+
+    lambda is one of each token and head; in V3 the first map has such a weight too.
+    """
 
     def __init__(self, config, quantization, prefix: str):
         super().__init__()
-        self.lam = TokenLambda(config.hidden_size, config.heads.outputs, quantization, f"{prefix}.lam")
+        heads, columns = config.heads.outputs, config.variant.sigmoids
+        self.lam = TokenLambda(config.hidden_size, heads, columns, quantization, f"{prefix}.lam")
 
     def finish(self) -> None:
         """Nothing is derived."""
@@ -84,7 +92,10 @@ class DiffV2Core(nn.Module):
 
     def forward(self, out: Tensor, hidden_states: Tensor) -> Tensor:
         first, second = out.unflatten(1, (-1, 2)).float().unbind(2)
-        return torch.addcmul(first, second, self.lam(hidden_states), value=-1)
+        weights = self.lam(hidden_states)  # [T, h, 1 or 2]
+        if weights.shape[2] == 2:
+            first = first * weights[:, :, :1]
+        return torch.addcmul(first, second, weights[:, :, -1:], value=-1)
 
 
 Core = SoftmaxCore | DiffCore | DiffV2Core
@@ -92,9 +103,9 @@ Core = SoftmaxCore | DiffCore | DiffV2Core
 
 def core_of(config, layer_index: int, quantization, prefix: str) -> Core:
     """The core of layer ``layer_index``; ``prefix`` is its name in the model."""
-    if config.attention == "softmax":
-        return SoftmaxCore(config)
-    return DiffV2Core(config, quantization, prefix) if config.attention == "diff_v2" else DiffCore(config, layer_index)
+    if config.variant.maps == 1:
+        return SoftmaxCore(config, quantization, prefix)
+    return DiffV2Core(config, quantization, prefix) if config.variant.sigmoids else DiffCore(config, layer_index)
 
 
 class LearnedLambda(nn.Module):
@@ -130,17 +141,18 @@ class FixedLambda(nn.Module):
 
 
 class TokenLambda(nn.Module):
-    """``sigmoid(X W_lambda)``, fp32 ``[T, h, 1]``, of the heads of one rank."""
+    """``sigmoid(X W_lambda)``, fp32 ``[T, h, columns]``, of the heads of one rank: a gate, lambda, or both."""
 
-    def __init__(self, hidden_size: int, heads: int, quantization, prefix: str):
+    def __init__(self, hidden_size: int, heads: int, columns: int, quantization, prefix: str):
         super().__init__()
+        self.columns = columns
         self.proj = ColumnParallelLinear(
-            hidden_size, heads, bias=False, quant_config=quantization, prefix=f"{prefix}.proj"
+            hidden_size, columns * heads, bias=False, quant_config=quantization, prefix=f"{prefix}.proj"
         )
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         logits, _ = self.proj(hidden_states)
-        return logits.float().sigmoid()[..., None]
+        return logits.float().sigmoid().unflatten(-1, (-1, self.columns))
 
 
 class HeadNorm(nn.Module):
