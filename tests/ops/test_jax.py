@@ -67,6 +67,8 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "blind rows, additive": ({"T": 31}, {"attn_mask": as_bias(blind_rows(2, 31, 31))}),
     "strided": ({"T": 31, "strided": True}, {"is_causal": True}),
     "lam scalar": ({"T": 31, "lam_shape": ()}, {}),
+    "first per row": ({"T": 31}, {"is_causal": True, "first": torch.linspace(0, 1, 2 * 4 * 31).view(2, 4, 31, 1)}),
+    "first per head": ({"T": 31}, {"first": torch.tensor([0.0, 0.3, 0.6, 1.0])}),
     "lam per head": ({"T": 31, "lam_shape": (4,)}, {}),
     "lam [H, 1, 1]": ({"T": 31, "lam_shape": (4, 1, 1)}, {}),
     "lam per batch": ({"T": 31, "lam_shape": (2, 1, 1, 1)}, {}),
@@ -115,7 +117,7 @@ def eager(q1, q2, k1, k2, v, lam, **options):
 exact_result = partial(in_torch, partial(ops.diff_attention, backend="reference"))
 
 
-IN_BLOCKS = [("window 20, 63 on 90", 7), ("mask per head, shared noise", 30), ("bias per head", 8)]
+IN_BLOCKS = [("first per row", 7), ("window 20, 63 on 90", 7), ("mask per head, shared noise", 30), ("bias per head", 8)]
 
 
 @pytest.mark.parametrize(("case", "block_size"), [*((case, None) for case in CASES), *IN_BLOCKS])

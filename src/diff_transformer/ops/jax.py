@@ -1,0 +1,289 @@
+"""The operator in JAX: the names, shapes and meaning of ``diff_transformer.ops``, for jit, grad and vmap.
+
+It is written in ``jax.numpy``, so that XLA compiles it for CPU, GPU and TPU. No other module of the package imports it,
+and importing the package does not import JAX.
+
+Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
+Inside, heads are grouped by what they share: G key/value heads, n noise heads of each, r signal heads of each of those;
+H = G n r and Hn = G n. A size may be 1 to broadcast.
+"""
+
+import importlib.util
+
+if importlib.util.find_spec("jax") is None:
+    raise ImportError(
+        "diff_transformer.ops.jax needs JAX, which is not installed; install it (pip install 'diff-transformer[jax]'), "
+        "or use diff_transformer.diff_attention, the same operator in PyTorch"
+    )
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import Array
+
+from diff_transformer.ops.arguments import broadcasts, check_head_counts, check_options, flag, integer, real
+from diff_transformer.ops.reference import DiffMaps
+
+__all__ = ["DiffMaps", "diff_attention", "diff_attention_maps"]
+
+DTYPES = ("float32", "bfloat16", "float16", "float64")
+
+
+def diff_attention(
+    q1: Array,
+    q2: Array,
+    k1: Array,
+    k2: Array,
+    v: Array,
+    lam: float | Array,
+    *,
+    first: float | Array | None = None,
+    attn_mask: Array | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    block_size: int | None = None,
+    precision: str = "highest",
+) -> Array:
+    """Differential attention: softmax(q1 k1^T scale) v - lam softmax(q2 k2^T scale) v (arXiv 2410.05258, eq. 1).
+
+    The same operator as ``diff_transformer.diff_attention``: the maps are subtracted in fp32 (fp64 for fp64 inputs).
+    The paper's head norm and its factor 1 - lambda_init are not part of it.
+
+    Args:
+        q1: queries of the signal map, [B, H, T, D]; float32, bfloat16, float16 or float64, like all arrays but lam.
+        q2: queries of the noise map, [B, Hn, T, D]. Hn divides H; signal head j uses noise head j // (H // Hn).
+        k1, k2: keys, [B, G, S, D]; k2 may be k1. G divides Hn; head j of n uses key/value head j // (n // G).
+        v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
+        lam: a number, or an array that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
+        first: weight of the first map, as lam; 1 if None.
+        attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
+            same for both maps. A floating one has a gradient.
+        is_causal: mask later keys; the last query is aligned to the last key (lower right corner).
+        window: each query sees the last ``window`` keys up to its own position; needs is_causal.
+        scale: factor of the scores, D ** -0.5 by default.
+        block_size: None computes whole T x S maps. A number computes that many queries at a time, so that memory grows
+            with block_size x S instead of T x S; the backward recomputes the maps. For long sequences.
+        precision: of products of fp32 arrays, a name of ``jax.default_matmul_precision``; "default" lets a GPU or TPU
+            round their inputs to fewer digits, which is faster. No effect on half-precision arrays.
+
+    Flags and sizes are static arguments: close over them, or name them in ``jax.jit(..., static_argnames=)``.
+
+    Returns:
+        [B, H, T, Dv] in the dtype of v. A fully masked row is 0, and so are its gradients.
+
+    Raises:
+        TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts or sizes that do not fit.
+    """
+    arrays, weights, mask, window, scale = _check(
+        (q1, q2, k1, k2, v), lam, first, attn_mask, is_causal, window, scale, block_size
+    )
+    return _attend(*arrays, *weights, mask, bool(is_causal), window, scale, block_size, precision)
+
+
+def diff_attention_maps(
+    q1: Array,
+    q2: Array,
+    k1: Array,
+    k2: Array,
+    lam: float | Array,
+    *,
+    first: float | Array | None = None,
+    attn_mask: Array | None = None,
+    is_causal: bool = False,
+    window: int | None = None,
+    scale: float | None = None,
+    precision: str = "highest",
+) -> DiffMaps:
+    """The maps themselves: softmax(q1 k1^T scale), the second, and their weighted difference.
+
+    Arguments and errors as in ``diff_attention``. Each map is [B, H, T, S] in fp32 (fp64 for fp64 inputs). Rows of the
+    difference sum to 1 - lam, or first - lam.
+    """
+    arrays, weights, mask, window, scale = _check((q1, q2, k1, k2), lam, first, attn_mask, is_causal, window, scale)
+    return DiffMaps(*_maps(*arrays, *weights, mask, bool(is_causal), window, scale, precision))
+
+
+def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=None):
+    """(arrays, lam and first, mask, window, scale) of the arguments; raises what ``diff_attention`` documents.
+
+    The weights are 4-dimensional and broadcast to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); first may be None. The
+    mask is None or 4-dimensional and broadcasts to [B, H, T, S].
+    """
+    arrays = {name: _array(name, x) for name, x in zip(("q1", "q2", "k1", "k2", "v"), tensors, strict=False)}
+    _check_shapes(arrays)
+    q1 = arrays["q1"]
+    flag("is_causal", is_causal)
+    lengths = q1.shape[2], arrays["k1"].shape[2]
+    window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
+    if block_size is not None and integer("block_size", block_size, "an int or None") < 1:
+        raise ValueError(f"block_size is {block_size}; give at least 1 or None")
+    weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)
+    return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
+
+
+def _array(name: str, x) -> Array:
+    if not isinstance(x, jax.Array | np.ndarray):
+        raise TypeError(f"{name} is a {type(x).__name__}; give a jax.Array of shape [batch, heads, length, width]")
+    return jnp.asarray(x)
+
+
+def _check_shapes(arrays: dict[str, Array]) -> None:
+    q1 = arrays["q1"]
+    for name, x in arrays.items():
+        if x.ndim != 4:
+            raise ValueError(
+                f"{name} has {x.ndim} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
+            )
+        if 0 in (x.shape[1], x.shape[3]):
+            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
+    for name, x in arrays.items():
+        if x.dtype.name not in DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        if x.dtype != q1.dtype:
+            raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
+    like = {"q2": ("q1", (0, 2, 3)), "k1": ("q1", (0, 3)), "k2": ("k1", (0, 1, 2, 3)), "v": ("k1", (0, 1, 2))}
+    words = ("batch", "number of heads", "length", "width")
+    for name, (other, dimensions) in like.items():
+        for i in dimensions if name in arrays else ():
+            mine, needed = arrays[name].shape[i], arrays[other].shape[i]
+            if mine != needed:
+                raise ValueError(f"{other} has {words[i]} {needed} and {name} has {words[i]} {mine}; make them equal")
+    check_head_counts(q1.shape[1], arrays["q2"].shape[1], arrays["k1"].shape[1])
+
+
+def _weight(name: str, x, q1: Array) -> Array:
+    B, H, T, _ = q1.shape
+    dtype = jnp.promote_types(q1.dtype, jnp.float32)
+    if not isinstance(x, jax.Array | np.ndarray):
+        return jnp.full((1, 1, 1, 1), real(name, x, "a number or an array"), dtype)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name} has dtype {x.dtype}; give a floating-point array (float32 is what is computed with)")
+    shape, x = x.shape, jnp.asarray(x).astype(dtype)
+    if x.ndim == 0:
+        return x.reshape(1, 1, 1, 1)
+    if x.ndim == 1 and shape[0] in (1, H):
+        return x[None, :, None, None]
+    if x.ndim > 1 and broadcasts(shape, (B, H, T, 1)):
+        return x[(None,) * (4 - x.ndim)]
+    raise ValueError(
+        f"{name} has shape {list(shape)}; give a number, a scalar, [{H}] (one per head) "
+        f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
+    )
+
+
+def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
+    if attn_mask is None:
+        return None
+    if not isinstance(attn_mask, jax.Array | np.ndarray):
+        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
+    if attn_mask.dtype != bool and not jnp.issubdtype(attn_mask.dtype, jnp.floating):
+        raise TypeError(
+            f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
+        )
+    if not broadcasts(attn_mask.shape, full):
+        raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
+    return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]
+
+
+@partial(jax.jit, static_argnames=("is_causal", "window", "scale", "block_size", "precision"))
+def _attend(q1, q2, k1, k2, v, lam, weight, attn_mask, is_causal, window, scale, block_size, precision) -> Array:
+    """(weight A1 - lam A2) v, [B, H, T, Dv] in the dtype of v."""
+    (B, H, T, _), S = q1.shape, k1.shape[2]
+    of_queries = _by_shared_head(q1, q2, k1, lam, weight, attn_mask)
+    dtype, wide = v.dtype, jnp.promote_types(v.dtype, jnp.float32)
+
+    def rows(q1, q2, lam, weight, attn_mask, start, keys) -> Array:  # [B, G, n, r, rows of the block, Dv]
+        k1, k2, v = (x.astype(dtype) for x in keys)
+        seen = _seen(start, q1.shape[4], T, S, is_causal, window)
+        first = _map(q1, k1, seen, attn_mask, scale, precision)
+        second = _map(q2, k2, seen, attn_mask, scale, precision)
+        difference = _difference(first, second, lam, weight).astype(dtype)
+        product = partial(jnp.einsum, precision=precision, preferred_element_type=wide)
+        return product("bgnrts,bgsv->bgnrtv", difference, v).astype(dtype)
+
+    if block_size is None or block_size >= T:
+        return rows(*of_queries, 0, (k1, k2, v)).reshape(B, H, T, v.shape[3])
+
+    count = -(-T // block_size)
+    starts = jnp.arange(count) * block_size
+    by_query = [None if x is None else _blocks(x, T, count, block_size) for x in of_queries]
+    sliced = [x is not None and x.ndim == 7 for x in by_query]
+    keys = tuple(x.astype(wide) for x in (k1, k2, v))  # so that the gradients of all blocks are summed in fp32
+
+    @jax.checkpoint
+    def one(block) -> Array:
+        start, parts = block[0], iter(block[1:])
+        return rows(*(next(parts) if cut else x for cut, x in zip(sliced, by_query, strict=True)), start, keys)
+
+    out = jax.lax.map(one, (starts, *(x for cut, x in zip(sliced, by_query, strict=True) if cut)))
+    out = jnp.moveaxis(out, 0, 4)  # [B, G, n, r, blocks, rows, Dv]
+    return out.reshape(B, H, count * block_size, v.shape[3])[:, :, :T]
+
+
+@partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))
+def _maps(q1, q2, k1, k2, lam, weight, attn_mask, is_causal, window, scale, precision) -> tuple[Array, ...]:
+    """Both maps and their difference, each [B, H, T, S] in fp32 (fp64 for fp64 inputs)."""
+    (B, H, T, _), S = q1.shape, k1.shape[2]
+    q1, q2, lam, weight, attn_mask = _by_shared_head(q1, q2, k1, lam, weight, attn_mask)
+    seen = _seen(0, T, T, S, is_causal, window)
+    first = _map(q1, k1, seen, attn_mask, scale, precision)
+    second = jnp.broadcast_to(_map(q2, k2, seen, attn_mask, scale, precision), first.shape)
+    shape = (B, H, T, S)
+    return tuple(x.reshape(shape) for x in (first, second, _difference(first, second, lam, weight)))
+
+
+def _difference(first: Array, second: Array, lam: Array, weight: Array | None) -> Array:
+    return (first if weight is None else weight * first) - lam * second
+
+
+def _by_shared_head(q1, q2, k1, lam, weight, attn_mask):
+    """The arrays with a row for each query, heads split into [G, n, r]: [B|1, G|1, n|1, r|1, T|1, width]."""
+    H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
+
+    def split(x, heads):
+        if x is None:
+            return None
+        return x.reshape(x.shape[0], *(heads if x.shape[1] > 1 else (1, 1, 1)), *x.shape[2:])
+
+    every = (G, Hn // G, H // Hn)
+    return split(q1, every), split(q2, (G, Hn // G, 1)), *(split(x, every) for x in (lam, weight, attn_mask))
+
+
+def _blocks(x: Array, T: int, count: int, size: int) -> Array:
+    """[..., T, width] as [count, ..., size, width], zero-padded; an array with one row for all queries is unchanged."""
+    if x.shape[4] != T:
+        return x
+    padded = jnp.pad(x, [(0, 0)] * 4 + [(0, count * size - T), (0, 0)])
+    return jnp.moveaxis(padded.reshape(*x.shape[:4], count, size, x.shape[5]), 4, 0)
+
+
+def _seen(start, rows: int, T: int, S: int, is_causal: bool, window: int | None) -> Array | None:
+    """True where queries ``start`` to ``start + rows - 1`` may see a key by its position, [rows, S]; None: all."""
+    if not is_causal:
+        return None
+    own = (start + jnp.arange(rows) + S - T)[:, None]  # a query's own key position: the last query at the last key
+    key = jnp.arange(S)
+    seen = key <= own
+    return seen if window is None else seen & (key > own - window)
+
+
+def _map(q: Array, k: Array, seen, attn_mask, scale: float, precision: str) -> Array:
+    """softmax(q k^T scale) over the visible keys, in fp32 or fp64; a fully masked row is 0.
+
+    The maximum and the sum of such a row are replaced by finite numbers before use, so that its gradients are 0 too.
+    """
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("bgnrtd,bgsd->bgnrts", q, k, precision=precision, preferred_element_type=wide) * scale
+    if attn_mask is not None and attn_mask.dtype == bool:
+        seen = attn_mask if seen is None else seen & attn_mask
+    elif attn_mask is not None:
+        scores = scores + attn_mask.astype(wide)
+    if seen is not None:
+        scores = jnp.where(seen, scores, -jnp.inf)
+    row_max = jax.lax.stop_gradient(scores.max(-1, keepdims=True, initial=-jnp.inf))
+    weights = jnp.exp(scores - jnp.where(row_max == -jnp.inf, 0, row_max))
+    row_sum = weights.sum(-1, keepdims=True)
+    return weights / jnp.where(row_sum == 0, 1, row_sum)
