@@ -1,6 +1,5 @@
 """The seven rows of Table 6: what they share, what sets them apart, and one small run of all."""
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -167,14 +166,14 @@ def test_an_interrupted_row_goes_on_and_ends_as_if_it_had_not_been(base, tmp_pat
 def test_the_table_is_the_paper_s(base, tmp_path):
     rows = ablation_rows(base)
     for name in rows:
-        place = tmp_path / f"{name}-seed0"
-        place.mkdir()
-        request = rows[name].to_dict()
-        del request["train"]["micro_batch_size"]  # as if written before there was this setting
-        (place / "request.json").write_text(json.dumps(request))
-        row = {"row": name, "seed": 0, "heads": 4, "head_dim": 8, "head_norm": False, "parameters": 10}
-        # as an earlier version wrote it
-        (place / "slices.json").write_text(json.dumps({**row, "validation": 3.0871, "ar_hit": 0.8984, "others": 3.2}))
+        spec = RunSpec("ablation", name, 0, rows[name], ("associative_recall",))
+        spec.save(tmp_path / spec.name)
+        metrics = {
+            "associative_recall": {"validation": 3.0871, "ar_hit": 0.8984, "others": 3.2}, "model": {"parameters": 10}
+        }  # fmt: skip
+        about = {"training": {"commit": "0123"}}
+        made = record.Record("ablation", name, 0, rows[name].to_dict(), metrics, provenance=about)
+        made.save(tmp_path / spec.name / "record.json")
     result = evaluate_ablation(rows, tmp_path)
     shown = table(result)
     assert shown.row_count == 7

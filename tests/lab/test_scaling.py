@@ -7,6 +7,7 @@ import pytest
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.evals.samples import Samples
+from diff_transformer.lab.record import Record
 from diff_transformer.lab.run_tables import Run, read_runs
 from diff_transformer.lab.scaling import QUICK, Settings, evaluate_scaling, run
 from diff_transformer.lab.stats import over_seeds
@@ -195,19 +196,21 @@ def test_bad_tables_are_said_to_be_bad(tmp_path, name, content, message):
 def test_a_folder_of_a_study_is_a_table(tmp_path):
     """A study gives its finished models by side; its sweep has other lengths and is left out, as is what diverged."""
     model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
-    record = {"model": model, "tokens_per_step": 100, "validation": {"step": [0, 50, 100], "loss": [6.0, 4.0, 3.0]}}
-    for name in ("novels/softmax-seed0", "novels/diff_norm1-seed1", "sweep/lr0.001/diff-seed100"):
-        (tmp_path / name).mkdir(parents=True)
-        (tmp_path / name / "result.json").write_text(json.dumps(record))
-    lost = record | {"diverged": "step 9: loss 55", "validation": {"step": [], "loss": []}}
-    (tmp_path / "novels" / "diff-seed0").mkdir()
-    (tmp_path / "novels" / "diff-seed0" / "result.json").write_text(json.dumps(lost))
+    config = {"model": model, "data": {"length": 100}, "train": {"batch_size": 1}}
+    curves = {"validation": {"step": [0, 50, 100], "loss": [6.0, 4.0, 3.0]}}
+    for where, side, seed in (("novels", "softmax", 0), ("novels", "diff_norm1", 1), ("sweep/lr0.001", "diff", 100)):
+        record = Record(where, side, seed, config, curves=curves)
+        record.save(tmp_path / where / f"{side}-seed{seed}" / "record.json")
+    lost = Record(
+        "novels", "diff", 0, config, curves={"validation": {"step": [], "loss": []}}, diverged="step 9: loss 55"
+    )
+    lost.save(tmp_path / "novels" / "diff-seed0" / "record.json")
     runs = read_runs([tmp_path])
     size = DiffTransformerForCausalLM(DiffTransformerConfig(**model)).num_parameters()
     assert Run("softmax", size, 10_000, 3.0, pair=f"{tmp_path / 'novels'} 0") in runs
     assert Run("diff_norm1", size, 5_000, 4.0, "curve", f"{tmp_path / 'novels'} 1") in runs
     assert len(runs) == 6
-    (tmp_path / "novels" / "softmax-seed0" / "result.json").write_text("{}")
+    (tmp_path / "novels" / "softmax-seed0" / "record.json").write_text("{}")
     with pytest.raises(ValueError, match="does not hold the record of a study's run"):
         read_runs([tmp_path])
 

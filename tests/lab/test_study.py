@@ -1,6 +1,5 @@
 """The plan and the driver of a study: finished runs are skipped, interrupted ones continue, failures are reported."""
 
-import json
 from operator import attrgetter
 from pathlib import Path
 
@@ -128,15 +127,16 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
     cell = sweep(texts).specs({})[0]
     folder = tmp_path / cell.key
     folder.mkdir(parents=True)
-    cell.config.save(folder / "request.json")  # as an earlier version wrote it
+    cell.save(folder)
     with pytest.raises(ValueError, match=r"another configuration[^\0]*train.steps: 4 against 5"):
         run_study(study(texts, "train.steps=5"), tmp_path)
     assert cell.differences(folder) == []
     (other,) = [spec for spec in sweep(texts, "train.compile=true").specs({}) if spec.key == cell.key]
     assert other.differences(folder) == []  # as for `train --resume`
     (folder / "request.json").unlink()
-    old = {"model": cell.config.model, "lr": 0.5, "seed": 0, "steps": 4, "tokens_per_step": 1, "validation": {}}
-    (folder / "result.json").write_text(json.dumps(old))  # as an earlier version wrote it
+    config = cell.config.to_dict()
+    config["optim"]["lr"] = 0.5
+    Record(cell.setting, cell.side, cell.seed, config).save(folder / "record.json")
     with pytest.raises(ValueError, match=r"lr: 0\.5 against 0\.001"):
         run_study(study(texts), tmp_path)
 

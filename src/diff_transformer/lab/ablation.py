@@ -184,9 +184,6 @@ def _row(record: Record) -> dict:
     """A line of Table 6."""
     from diff_transformer.model.config import DiffTransformerConfig
 
-    earlier = record.rows.get("ablation")
-    if earlier:
-        return earlier[0]
     made = DiffTransformerConfig(**record.config["model"])
     paired = made.attention == "diff"
     slices = record.metrics[EXPERIMENT]

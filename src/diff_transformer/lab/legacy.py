@@ -1,61 +1,33 @@
-"""Files of results that earlier versions wrote, as the fields of a ``Record``.
+"""Results that are no records, as the fields of a ``Record``: those of experiments, and the ``results.json`` of a
+comparison, an export for people.
 
-This is the only place that takes a setting, a side or a seed from a name. It knows no ``Record``: ``record.records_of``
-makes records of what ``fields_of`` returns.
+It knows no ``Record``: ``record.records_of`` makes records of what ``fields_of`` returns.
 """
 
 import re
-from pathlib import Path
 
-from diff_transformer import checks
 from diff_transformer.lab.sides import PAIR
 
 Fields = dict  # of a Record: setting, side, seed, and some of config, metrics, rows, curves, provenance and diverged
 
 
-def fields_of(value: dict, path: Path | None = None, root: Path | None = None) -> list[Fields] | None:
+def fields_of(value: dict) -> list[Fields] | None:
     """The fields of the records in a JSON value; several with one setting, side and seed are parts of one record.
 
     Args:
-        value: the result of an experiment or ``{"results": [...]}`` of several, the ``results.json`` of a comparison
-            (schema 1), the ``{"cells": ...}`` or ``{"curves": ...}`` of a recorded study, the ``result.json`` of a
-            study's run, or the ``slices.json`` of an ablation's row.
-        path: its file. In a study, the run's folder names the setting, side and seed.
-        root: the folder given by the user; the setting is a path relative to it.
+        value: the result of an experiment or ``{"results": [...]}`` of several, or the ``results.json`` of a comparison
+            (schema 1).
 
     Returns:
         None for a value of another form.
     """
     if {"eval", "model", "metrics"} <= value.keys():
         return [result_fields(value)]
-    if isinstance(value.get("results"), list) and value.get("schema") != 1 and "cells" not in value:
+    if isinstance(value.get("results"), list) and value.get("schema") != 1:
         return [result_fields(one) for one in value["results"]]
     if value.get("schema") == 1 and ("evals" in value or "curves" in value):
         return _comparison(value)
-    if isinstance(value.get("cells"), dict):
-        return [
-            _study_run(record, setting, side, int(seed))
-            for setting, sides in value["cells"].items()
-            for side, seeds in sides.items()
-            for seed, record in seeds.items()
-        ]
-    if isinstance(value.get("curves"), dict) and "start" in value:
-        return _uptraining(value)
-    if {"validation", "tokens_per_step", "model"} <= value.keys() and path is not None:
-        side, seed = split_name(path.parent.name)
-        parent = path.parent.parent
-        inside = root is not None and parent.is_relative_to(root)
-        setting = parent.relative_to(root).as_posix() if inside and root is not None else parent.name
-        return [_study_run(value, "" if setting == "." else setting, side, seed)]
-    if {"row", "seed", "parameters"} <= value.keys():
-        return [_ablation_row(value, path)]
     return None
-
-
-def config_of_request(path: Path) -> dict:
-    """The run's configuration in a ``request.json``. Earlier versions wrote it without the measurements."""
-    values = checks.read_json(path)
-    return values.get("config", values)
 
 
 def result_fields(value: dict) -> Fields:
@@ -66,7 +38,7 @@ def result_fields(value: dict) -> Fields:
     return {**about, "rows": {name: value.get("rows") or []}, "provenance": {name: dict(value.get("provenance") or {})}}
 
 
-def split_name(name: str) -> tuple[str, int]:
+def _split_name(name: str) -> tuple[str, int]:
     """Side and seed of names such as ``diff-seed0``; seed 0 for any other name."""
     found = re.fullmatch(r"(.+)-seed(\d+)", str(name))
     return (found[1], int(found[2])) if found else (str(name), 0)
@@ -80,7 +52,7 @@ def _comparison(value: dict) -> list[Fields]:
     seeds = train.get("seeds") or []
 
     def part(entry: dict, **fields: dict) -> Fields:
-        side, seed = split_name(entry.get("model", ""))
+        side, seed = _split_name(entry.get("model", ""))
         side, seed = str(entry.get("attention", side)), entry.get("seed", seed)
         seed = seed if isinstance(seed, int) else 0
         mine = {**config, "model": {**config.get("model", {}), "attention": side}} if config else {}
@@ -155,61 +127,6 @@ def _curves(entry: dict) -> dict[str, dict]:
     if entry.get("lambda"):
         curves["lambda"] = {"step": entry["step"], "layers": entry["lambda"], "init": entry.get("lambda_init") or []}
     return curves
-
-
-def _study_run(value: dict, setting: str, side: str, seed: int) -> Fields:
-    tokens = value["tokens_per_step"]
-    config = {
-        "model": value["model"],
-        "data": {"length": tokens},  # in total per step; rows and their length were not saved
-        "optim": {"lr": value.get("lr")},
-        "train": {"seed": value.get("seed"), "steps": value.get("steps"), "batch_size": 1},
-    }
-    curves = {name: value[name] for name in ("training", "validation", "sources") if value.get(name)}
-    if value.get("lambda"):
-        curves["lambda"] = {"step": [value["steps"]], "layers": [value["lambda"]]}
-    about = {**value.get("provenance", {}), "seconds": value.get("seconds")}
-    metrics = dict(value.get("metrics") or {})
-    if "gradients" in value:
-        metrics["gradients"] = value["gradients"]
-    return {
-        "setting": setting,
-        "side": side,
-        "seed": seed,
-        "config": config,
-        "metrics": metrics,
-        "curves": curves,
-        "provenance": {"training": about},
-        "diverged": value.get("diverged"),
-    }
-
-
-def _ablation_row(value: dict, path: Path | None) -> Fields:
-    known = path is not None and (path.parent / "request.json").exists()
-    config = config_of_request(path.parent / "request.json") if known and path is not None else {}
-    side, seed = (value["row"], value["seed"]) if path is None else split_name(path.parent.name)
-    numbers = ("validation", "ar_hit", "others", "ar_hit_share")
-    metrics = {name: value[name] for name in numbers if value.get(name) is not None}
-    about = {"setting": "ablation", "side": side, "seed": seed, "config": config}
-    return {**about, "metrics": {"associative_recall": metrics}, "rows": {"ablation": [value]}}
-
-
-def _uptraining(value: dict) -> list[Fields]:
-    """Continued training of one Transformer: ``curves`` by arm and seed; ``rates`` holds final losses only."""
-    about, made = {"training": value.get("provenance") or {}}, []
-    for side, seeds in value["curves"].items():
-        for seed, curve in seeds.items():
-            curves = {"validation": {"step": curve["step"], "loss": curve["loss"]}}
-            if "lambda" in curve:
-                curves["lambda"] = {"step": curve["step"][-1:], "layers": [curve["lambda"]]}
-            metrics = {"start": value["start"][side]} if side in value["start"] else {}
-            run = {"setting": "uptraining", "side": side, "seed": int(seed)}
-            made.append({**run, "metrics": metrics, "curves": curves, "provenance": about})
-    for rate, sides in value.get("rates", {}).items():
-        for side, loss in sides.items():
-            run = {"setting": f"rates/lr{rate}", "side": side, "seed": 0, "config": {"optim": {"lr": float(rate)}}}
-            made.append({**run, "curves": {"validation": {"step": [], "loss": [loss]}}})
-    return made
 
 
 def _dicts(value: object) -> list[dict]:

@@ -8,7 +8,7 @@ Two seeds must not be mixed up. The *training seed* is ``Record.seed``: another 
 that of one measurement, the ``seed`` of an experiment's provenance: another one is the same model on other examples.
 ``averaged`` makes one measurement of those that differ in the data seed alone.
 
-This module imports no driver, so the report may import it. ``legacy`` reads files of earlier versions.
+This module imports no driver, so the report may import it. ``legacy`` reads results that are no records.
 """
 
 import json
@@ -32,7 +32,6 @@ _CIRCUMSTANCES = (
     "seed", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python", "platform",
     "date", "seconds",
 )  # fmt: skip
-_WHOLE = (FILE, "result.json", "slices.json")  # the record of a run, the newest form first
 
 
 class RecordError(ValueError):
@@ -49,7 +48,7 @@ class Record:
         side: what a comparison varies: ``"diff"``, ``"softmax"``, a variant, or a row of Table 6. For a model trained
             elsewhere, its name.
         seed: number of the run among those of its setting and side: the training seed. 0 for a model trained elsewhere.
-        config: the run's ``RunConfig`` as a dictionary. Records of earlier versions hold only a part.
+        config: the run's ``RunConfig`` as a dictionary. Records of the first studies hold only a part.
         metrics: numbers by experiment and name, as ``metrics["needle"]["n2_r1"]``. ``metrics["gradients"]`` has the
             ``median`` and ``largest`` gradient norm and the number of ``spikes``.
         rows: by experiment, one dictionary an example. ``rows["explorer"]`` holds attention maps for the report.
@@ -262,7 +261,7 @@ def load_records(*sources: Path | str) -> list[Record]:
     """The records of files and folders of results: of ``eval``, ``train``, ``compare`` and studies.
 
     Args:
-        sources: JSON files or folders, written by this version or an earlier one.
+        sources: JSON files or folders.
 
     Returns:
         A record for each trained model. Measurements of one model in several sources are in one record; those that
@@ -275,16 +274,15 @@ def load_records(*sources: Path | str) -> list[Record]:
 
 
 def load_all(source: Path | str) -> list[Record]:
-    """The records of a JSON file, or of all JSON files in a folder, written by this version or an earlier one.
+    """The records of a JSON file, or of all JSON files in a folder.
 
-    A folder with a comparison of this version has one record a model. That of an earlier version counts as its
-    ``results.json``.
+    The folder of a comparison has one record a model; one with a ``results.json`` alone counts as that file.
 
     Raises:
         RecordError: if there is no such file, or if it is not JSON or holds no record.
     """
     source = Path(source)
-    if (source / "throughput.json").exists() and (source / "results.json").exists():
+    if (source / "compare.json").exists() and (source / "members").is_dir():
         return comparison_records(source)
     if source.is_dir() and (source / "results.json").exists():
         source = source / "results.json"
@@ -293,9 +291,9 @@ def load_all(source: Path | str) -> list[Record]:
     found: list[Record] = []
     for path in files_of(source):
         try:
-            found += records_of(read_json(path), path, source)
+            found += records_of(read_json(path), path)
         except RecordError:
-            if path.name in _WHOLE:
+            if path.name == FILE:
                 raise
     if not found:
         raise RecordError(f"{source} holds no record; write some with `diff-transformer compare`, `study` or `eval`")
@@ -311,13 +309,8 @@ def files_of(folder: Path) -> list[Path]:
     request = folder / REQUEST
     if request.is_file() and "names" in (checks.read_json(request) or ()):
         return sorted(folder.glob("*/*.json"))
-    whole = {path.parent for name in _WHOLE for path in folder.rglob(name)}
-    return [
-        path
-        for path in sorted(folder.rglob("*.json"))
-        if (path.name in _WHOLE or not whole & {*path.parents})
-        and (path.name == FILE or not (path.parent / FILE).exists())
-    ]
+    finished = {path.parent for path in folder.rglob(FILE)}
+    return [path for path in sorted(folder.rglob("*.json")) if path.name == FILE or not finished & {*path.parents}]
 
 
 def comparison_records(folder: Path) -> list[Record]:
@@ -369,14 +362,13 @@ def run_of(path: str) -> dict[str, Any] | None:
 
 
 def finished(folder: Path) -> bool:
-    """Whether the folder of a run holds its record, in the current format or an earlier one."""
-    return any((folder / name).exists() for name in _WHOLE)
+    """True if the folder of a run holds its record."""
+    return (folder / FILE).exists()
 
 
 def load_run(folder: Path) -> Record:
     """The record of the finished run in ``folder``."""
-    path = next(folder / name for name in _WHOLE if (folder / name).exists())
-    (record,) = records_of(read_json(path), path)
+    (record,) = records_of(read_json(folder / FILE), folder / FILE)
     return record
 
 
@@ -392,12 +384,12 @@ def read_json(path: Path) -> object:
         raise RecordError(str(error)) from None
 
 
-def records_of(value: object, path: Path | None = None, root: Path | None = None) -> list[Record]:
-    """The records in a JSON value, written by this version or an earlier one: the one reader of files.
+def records_of(value: object, path: Path | None = None) -> list[Record]:
+    """The records in a JSON value: the one reader of files.
 
     Args:
         value: what ``Record.save`` or ``save_all`` wrote, or as for ``legacy.fields_of``.
-        path, root: as for ``legacy.fields_of``.
+        path: its file, for messages.
 
     Raises:
         RecordError: if the value holds no record.
@@ -409,7 +401,7 @@ def records_of(value: object, path: Path | None = None, root: Path | None = None
         if value.get("schema") == SCHEMA:
             common = value.get("common", {})
             return [Record.from_dict(_with(one, common)) for one in value.get("records", [value])]
-        fields = fields_of(value, path, root)
+        fields = fields_of(value)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RecordError(f"{where} is not a record: {error!r}") from None
     if fields is None:

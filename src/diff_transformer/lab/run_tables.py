@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diff_transformer.checks import read_json
-from diff_transformer.lab.record import Record, load_all
+from diff_transformer.lab.record import FILE, Record, load_all
 
 COLUMNS = ("model", "parameters", "tokens", "loss")
 # Names of the paper's two models in tables.
@@ -63,7 +63,7 @@ def _from_folder(path: Path) -> list[Run]:
     homes = {file.parent for file in comparisons}
     studies = [
         folder
-        for folder in sorted({file.parent for name in ("record.json", "result.json") for file in path.rglob(name)})
+        for folder in sorted({file.parent for file in path.rglob(FILE)})
         if "sweep" not in folder.relative_to(path).parts and not homes & {*folder.parents}
     ]
     if not comparisons and not studies:

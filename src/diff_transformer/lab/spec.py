@@ -9,7 +9,6 @@ from typing import Any
 
 from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
-from diff_transformer.lab.legacy import config_of_request
 from diff_transformer.lab.record import REQUEST
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
@@ -77,7 +76,7 @@ class RunSpec:
 
         if not (folder / REQUEST).exists():
             return []
-        there, here = RunConfig.from_dict(config_of_request(folder / REQUEST)).to_dict(), self.config.to_dict()
+        there, here = RunConfig.from_dict(read_json(folder / REQUEST)["config"]).to_dict(), self.config.to_dict()
         measured = differences(there["evaluation"], here["evaluation"], "evaluation.") if evaluation else []
         return [*changes_results(there, here), *measured]
 

@@ -14,7 +14,7 @@ from diff_transformer.lab.measures import (
     paired_rows,
     trained,
 )
-from diff_transformer.lab.record import Cells, Record, RecordError, grouped, load_all
+from diff_transformer.lab.record import FILE, Cells, Record, RecordError, grouped, load_all
 from diff_transformer.lab.sides import BASELINE, name_of
 from diff_transformer.report.charts import Line, Point, averaged, line_chart, row_chart
 from diff_transformer.report.charts import Row as Drawn
@@ -36,13 +36,13 @@ def is_study(path: Path | str) -> bool:
     """Whether ``path`` is a folder that ``diff-transformer study`` wrote, or a record of one."""
     path = Path(path)
     if path.is_dir():
-        runs = (f"{setting}/*-seed*/{name}" for setting in ("*", "sweep/*") for name in ("record.json", "result.json"))
-        return not (path / "compare.json").exists() and any(any(path.glob(pattern)) for pattern in runs)
+        runs = (path.glob(f"{setting}/*/{FILE}") for setting in ("*", "sweep/*"))
+        return not (path / "compare.json").exists() and any(map(any, runs))
     try:
         value = read_json(path)
     except (OSError, ValueError):
         return False
-    return isinstance(value, dict) and any(isinstance(value.get(key), dict | list) for key in ("cells", "records"))
+    return isinstance(value, dict) and isinstance(value.get("records"), list)
 
 
 def write_study_report(source: Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
