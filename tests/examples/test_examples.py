@@ -153,3 +153,20 @@ def test_the_script_trains_measures_and_reads(example, tmp_path, capfd):
     said = capfd.readouterr().out
     assert re.findall(r"^(\w+): validation loss \d\.\d{3} nats a token$", said, re.MULTILINE) == ["diff", "softmax"]
     assert re.search(r"^0\.\d+ of the attention is on the answer$", said, re.MULTILINE)
+
+
+def test_layer_maps_shortened(example, tmp_path, monkeypatch):
+    module = example("layer_maps")
+    monkeypatch.setattr(module, "STEPS", 2)
+    module.main(tmp_path / "maps.svg")
+    picture = (tmp_path / "maps.svg").read_text()
+    assert [title in picture for title in ("first map", "lambda times the second", "their difference")] == [True] * 3
+    assert picture.count("<rect") > 50
+
+
+@pytest.mark.slow
+def test_layer_maps_whole(example, tmp_path, capsys):
+    example("layer_maps").main(tmp_path / "maps.svg")
+    loss, weight = re.findall(r"(\d\.\d+)(?: nats| of its weight)", capsys.readouterr().out)
+    assert float(loss) < 0.01
+    assert float(weight) > 0.4
