@@ -100,21 +100,14 @@ def test_json_lines(tmp_path):
     assert [example.text for example in data.test] == ["test 0", "test 1", "test 2", "test 3"]
 
 
-def test_clinic_without_what_is_out_of_scope(tmp_path):
-    path = tmp_path / "data_full.json"
-    sides = {
-        "train": [["how do i say hi", "translate"], ["send 5 dollars", "transfer"], ["what is life", "oos"]],
-        "test": [["say yes in french", "translate"], ["hm", "oos"]],
-        "val": [], "oos_train": [["why", "oos"]],
-    }  # fmt: skip
-    path.write_text(json.dumps(sides))
-    for source in (path, tmp_path):
-        data = load_labelled(source)
-        assert data.labels == ("transfer", "translate")
-        assert data.test == (Labelled("say yes in french", "translate"),)
-    path.write_text(json.dumps({"train": []}))
-    with pytest.raises(ValueError, match='no lists "train" and "test"'):
-        load_labelled(path)
+def test_texts_that_are_out_of_scope_are_left_out(tmp_path):
+    """Those of Clinic-150 (the hub's set), whose label is "oos"."""
+    for side in ("train", "test"):
+        rows = [("how do i say hi", "translate"), ("send 5 dollars", "transfer"), ("what is life", "oos")]
+        (tmp_path / f"{side}.csv").write_text("text,label\n" + "".join(f"{text},{label}\n" for text, label in rows))
+    data = load_labelled(tmp_path)
+    assert data.labels == ("transfer", "translate")
+    assert len(data.test) == 2
 
 
 def test_a_single_file_is_held_out_by_its_text(tmp_path):

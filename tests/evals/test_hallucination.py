@@ -312,36 +312,6 @@ def test_questions_in_their_published_formats(tmp_path):
     assert only(packed).document == text
     simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
     assert simple == GroundedItem("question", "D", "Q?", ("a", "b"), id="0")
-    nothing = {"context": "D", "question": "Q?", "answers": {"text": [], "answer_start": []}}  # SQuAD 2.0
-    assert only(write(tmp_path / "squad.jsonl", nothing)).references == ("unanswerable",)
-    bench = write(
-        tmp_path / "bench.jsonl",
-        {"input": "Q?", "context": "D", "answers": ["a"], "dataset": "qasper"},
-        {"input": "", "context": "D", "answers": ["s"], "dataset": "multi_news"},
-    )
-    first, second = load_grounded(str(bench))["bench"]
-    assert (first.kind, first.question, second.kind, second.references) == ("question", "Q?", "summary", ("s",))
-
-
-def test_musique_and_nq_open_as_published(tmp_path):
-    musique = {
-        "id": "2hop__1", "question": "Who rules?", "answer": "Ann", "answer_aliases": ["Queen Ann"], "answerable": True,
-        "paragraphs": [{"idx": 0, "title": "A", "paragraph_text": "Ann rules.", "is_supporting": True},
-                       {"idx": 1, "title": "B", "paragraph_text": "Rain.", "is_supporting": False}],
-    }  # fmt: skip
-    expected = GroundedItem("question", "A\nAnn rules.\n\nB\nRain.", "Who rules?", ("Ann", "Queen Ann"), "2hop__1")
-    assert only(write(tmp_path / "musique.jsonl", musique)) == expected
-    unanswerable = {**musique, "answerable": False}
-    assert only(write(tmp_path / "full.jsonl", unanswerable)).references == ("unanswerable",)
-    passages = [{"title": "A", "text": "Ann rules."}, {"title": "B", "text": "Rain."}]
-    lost = only(write(tmp_path / "nq10.jsonl", {"question": "who rules", "answers": ["Ann"], "ctxs": passages}))
-    assert (lost.document, lost.references) == (expected.document, ("Ann",))
-    closed = only(write(tmp_path / "nq.jsonl", {"question": "who rules", "answer": ["Ann", "Queen Ann"]}))
-    assert closed == GroundedItem("question", "", "who rules", ("Ann", "Queen Ann"), id="0")
-    writer = Writer(lambda prompt: " Ann")
-    result = evaluate_hallucination(writer, {"nq": [closed]}, ContainmentJudge())
-    assert writer.prompts == ["Question: who rules\nAnswer:"]
-    assert result.metrics["nq"] == 1.0
 
 
 def test_papers_as_published_and_as_columns(tmp_path):

@@ -49,8 +49,7 @@ class Settings:
     """Many-shot classification."""
 
     # "python" (which module a docstring is from; offline), "hub:trec", "hub:trec-fine", "hub:banking77",
-    # "hub:clinic150", or a path: a folder with a training and a test file (TREC's .label, Banking-77's .csv, .jsonl),
-    # or Clinic-150's data_full.json.
+    # "hub:clinic150", or a path: a folder with a training and a test file (TREC's .label, Banking-77's .csv, .jsonl)
     data: str = "python"
     # The 50 classes of TREC instead of its 6.
     fine: bool = False

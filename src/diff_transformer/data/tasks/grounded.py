@@ -1,17 +1,12 @@
 """Documents with a question, or to be summarised: the answer must be grounded in the document.
 
-``load_grounded`` reads the public sets in the formats in which they are published:
+``load_grounded`` reads the six sets of Table 4 as they are published:
 
     XSum, MultiNews             {"document", "summary"}
     CNN/DailyMail               {"article", "highlights"}
     HotpotQA, 2WikiMultihopQA   {"question", "answer", "context"}, the context as [[title, sentences], ...] or columns;
                                 and few-shot prompt files (.txt: "Wikipedia Title:" paragraphs, "Q:", "A:")
     Qasper                      papers by id with "full_text" and "qas", or the rows of the hub
-    LongBench's copies          {"context", "input", "answers"}
-    MuSiQue                     {"paragraphs": [{"title", "paragraph_text"}, ...], "question", "answer",
-                                "answer_aliases", "answerable"}
-    NQ-open                     {"question", "answer"}, answered without a document; or with retrieved passages,
-                                {"question", "answers", "ctxs": [{"title", "text"}, ...]}
     anything else               {"document", "question", "answers"}, or without a question: {"document", "summary"}
 """
 
@@ -119,9 +114,8 @@ def _items(rows: Iterable[dict], source: object) -> list[GroundedItem]:
 
 
 _FORMATS = (
-    "{document, summary}, {article, highlights}, {document, question, answers}, {question, answer, context}, "
-    "{full_text, qas}, {context, input, answers}, MuSiQue's {paragraphs, question, answer} and NQ-open's "
-    "{question, answer}, with or without ctxs"
+    "{document, summary}, {article, highlights}, {document, question, answers}, {question, answer, context} and "
+    "{full_text, qas}"
 )
 
 
@@ -131,19 +125,6 @@ def _row(row: dict, name: str) -> list[GroundedItem]:
     for document, summary in (("document", "summary"), ("article", "highlights")):
         if document in row and summary in row:
             return [GroundedItem("summary", _joined(row[document]), references=(row[summary].strip(),), id=name)]
-    if "input" in row and "context" in row:
-        kind = "question" if row["input"].strip() else "summary"
-        return [GroundedItem(kind, row["context"], row["input"].strip(), _answers(row), id=name)]
-    if "paragraphs" in row and "question" in row:  # MuSiQue
-        answers = _answers({"answers": [row["answer"], *(row.get("answer_aliases") or [])]})
-        answers = answers if row.get("answerable", True) else (UNANSWERABLE,)
-        passages = [(part["title"], [part["paragraph_text"]]) for part in row["paragraphs"]]
-        return [GroundedItem("question", _passages(passages), row["question"].strip(), answers, id=name)]
-    if "question" in row and isinstance(row.get("ctxs"), list):  # NQ-open with retrieved passages
-        passages = [(part["title"], [part["text"]]) for part in row["ctxs"]]
-        return [GroundedItem("question", _passages(passages), row["question"].strip(), _answers(row), id=name)]
-    if set(row) - {"id", "_id"} in ({"question", "answer"}, {"question", "answers"}):  # NQ-open
-        return [GroundedItem("question", "", row["question"].strip(), _answers(row), id=name)]
     document = row.get("document", row.get("context"))
     if document is None or "question" not in row:
         raise ValueError(f"it has the fields {', '.join(sorted(row)) or 'none'}")
@@ -157,8 +138,6 @@ def _joined(document: str) -> str:
 
 def _answers(row: dict) -> tuple[str, ...]:
     answers = row.get("answers", row.get("answer"))
-    if isinstance(answers, dict):  # SQuAD: {"text": [...], "answer_start": [...]}
-        answers = answers["text"] or [UNANSWERABLE]  # SQuAD 2.0
     answers = [answers] if isinstance(answers, str) else answers
     if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
         raise ValueError("it has no answers as text")

@@ -13,10 +13,10 @@ from diff_transformer.data.tasks.trec import read_label_file, trec_words
 from diff_transformer.data.tasks.types import Labelled, LabelledSet, check_distinct, hold_out, in_words, make_example
 
 ACCEPTED = (
-    '"python"; "hub:trec", "hub:trec-fine", "hub:banking77", "hub:clinic150"; a file (.label, .csv, .jsonl, or '
-    "Clinic-150's .json); or a folder with a file for training and one for testing"
+    '"python"; "hub:trec", "hub:trec-fine", "hub:banking77", "hub:clinic150"; a file (.label, .csv or .jsonl); '
+    "or a folder with a file for training and one for testing"
 )
-_SUFFIXES = (".label", ".csv", ".jsonl", ".json")
+_SUFFIXES = (".label", ".csv", ".jsonl")
 
 
 def load_labelled(source: str | os.PathLike = "python", *, fine: bool = False) -> LabelledSet:
@@ -52,10 +52,6 @@ def load_labelled(source: str | os.PathLike = "python", *, fine: bool = False) -
 
 
 def _from_files(path: Path, train: Path, test: Path | None, kind: str, fine: bool) -> LabelledSet:
-    if kind == ".json":
-        shown, asked = read_clinic(train)
-        return LabelledSet(path.name, tuple(shown), tuple(asked), "Query", "Intent")
-
     def read(file: Path) -> list[Labelled]:
         if kind == ".label":
             return read_label_file(file, fine=fine)
@@ -66,19 +62,16 @@ def _from_files(path: Path, train: Path, test: Path | None, kind: str, fine: boo
     return LabelledSet(path.name + ("-fine" if fine else ""), *splits, *names)
 
 
-def _sides(folder: Path) -> tuple[Path, Path | None]:
-    """The training and the test file; for Clinic-150, which has both in one file, that file and None."""
+def _sides(folder: Path) -> tuple[Path, Path]:
+    """The training and the test file."""
     files = sorted(file for file in folder.iterdir() if file.is_file())
-    for suffix in _SUFFIXES[:3]:
+    for suffix in _SUFFIXES:
         mine = [file for file in files if file.suffix.lower() == suffix]
         train = [file for file in mine if "train" in file.name.lower()]
         others = [file for file in mine if file not in train]
         tests = [file for file in others if "test" in file.name.lower()] or others
         if len(train) == 1 and len(tests) == 1:
             return train[0], tests[0]
-    whole = [file for file in files if file.name in ("data_full.json", "data_small.json", "data_oos_plus.json")]
-    if whole:
-        return whole[0], None
     found = ", ".join(file.name for file in files[:8]) or "nothing"
     raise ValueError(
         f"{folder} holds {found}; give a folder with one training and one test file, or one of: {ACCEPTED}"
@@ -111,25 +104,6 @@ def read_csv(path: Path) -> list[Labelled]:
 def read_json_lines(path: Path) -> list[Labelled]:
     """The rows of a JSON-lines file, with the same columns as a CSV file."""
     return from_rows(as_rows(read_records(path), path), path)
-
-
-def read_clinic(path: Path) -> tuple[list[Labelled], list[Labelled]]:
-    """(train, test) of ``data_full.json`` and its siblings: lists of ``[text, intent]`` under "train" and "test".
-
-    Out-of-scope texts are left out.
-
-    Raises:
-        ValueError: for JSON of another shape.
-    """
-    data = read_records(path)
-    if not isinstance(data, dict) or not all(isinstance(data.get(split), list) for split in ("train", "test")):
-        raise ValueError(f'{path} has no lists "train" and "test" of [text, intent], as Clinic-150 has')
-    splits = []
-    for split in ("train", "test"):
-        if not all(isinstance(pair, list) and len(pair) == 2 for pair in data[split]):
-            raise ValueError(f'{path}: "{split}" is not a list of [text, intent], as Clinic-150 has')
-        splits.append(from_pairs(((str(text), str(intent)) for text, intent in data[split]), path))
-    return splits[0], splits[1]
 
 
 def from_rows(rows: Sequence[Mapping], where: object) -> list[Labelled]:
