@@ -1,10 +1,11 @@
 """Lambda and attention maps of a trained layer, drawn: python examples/layer_maps.py
 
-A tiny DIFF Transformer learns to repeat random tokens (half a minute on one core). In its last layer, one head's two maps
+A tiny DIFF Transformer learns to repeat random tokens (half a minute on one core). Two maps of a head in its last layer
 and their difference are written to layer_maps.svg: what both maps see cancels, the token to copy stays.
 """
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -39,7 +40,7 @@ def svg(maps: dict[str, torch.Tensor]) -> str:
     parts, size = [], CELL * 2 * HALF
     for place, (title, weights) in enumerate(maps.items()):
         parts.append(f'<g transform="translate({place * (size + 20)} 22)"><text y="-8" font-size="13">{title}</text>')
-        parts.append(f'<path d="M0 0 V{size} H{size} Z" fill="#8884"/>')
+        parts.append(f'<path d="M0 0 V{size} H{size} Z" fill="#eee"/>')
         for t, s in (weights.abs() > 0.03).nonzero().tolist():
             weight = weights[t, s].item()
             color = "#1f5fbf" if weight >= 0 else "#d9730d"
@@ -54,7 +55,7 @@ def main(path: Path = Path("layer_maps.svg")) -> None:
     model, ids = train(), rows(1, 12345)
     with torch.no_grad():
         out = model.model(ids, output_hidden_states=True, use_cache=False)
-        layer = model.model.layers[-1]
+        layer: Any = model.model.layers[-1]
         x = layer.input_layernorm(out.hidden_states[-2])
         tables = model.model.rotary_emb(x, position_ids=torch.arange(2 * HALF)[None])
         lam = layer.self_attn.lambdas(x)

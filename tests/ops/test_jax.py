@@ -117,7 +117,12 @@ def eager(q1, q2, k1, k2, v, lam, **options):
 exact_result = partial(in_torch, partial(ops.diff_attention, backend="reference"))
 
 
-IN_BLOCKS = [("first per row", 7), ("window 20, 63 on 90", 7), ("mask per head, shared noise", 30), ("bias per head", 8)]
+IN_BLOCKS = [
+    ("first per row", 7),
+    ("window 20, 63 on 90", 7),
+    ("mask per head, shared noise", 30),
+    ("bias per head", 8),
+]
 
 
 @pytest.mark.parametrize(("case", "block_size"), [*((case, None) for case in CASES), *IN_BLOCKS])
