@@ -1,6 +1,5 @@
 """The public operator for decoding where there is no GPU: lengths as a mask, and what it refuses."""
 
-import logging
 from typing import Any
 
 import pytest
@@ -8,7 +7,6 @@ import torch
 
 from diff_transformer import diff_attention, diff_attention_decode
 from diff_transformer.ops import decode
-from diff_transformer.ops.call import check
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 
@@ -126,30 +124,9 @@ def test_bad_lengths(case):
 
 def test_the_arguments_of_the_operator_are_checked():
     x = inputs()
-    with pytest.raises(ValueError, match="k1 has 9 keys and v has 8"):
+    with pytest.raises(ValueError, match="k1 has length 9 and v has length 8"):
         diff_attention_decode(*x._replace(v=x.v[:, :, :8]))
     with pytest.raises(ValueError, match="window is 0; give at least 1"):
         diff_attention_decode(*x, window=0)
     with pytest.raises(ValueError, match="backend is 'fast'; give 'auto' or one of"):
         diff_attention_decode(*x, backend="fast")
-
-
-def test_the_choice_is_told_once(caplog):
-    decode._announce.cache_clear()
-    with caplog.at_level(logging.INFO, logger="diff_transformer"):
-        for reason in (None, None, "there are 9 queries"):
-            decode._announce("cuda", torch.bfloat16, reason)
-    assert [r.message for r in caplog.records] == [
-        "diff_attention_decode on cuda, bfloat16: the decoding kernel",
-        "diff_attention_decode on cuda, bfloat16: diff_attention's own choice, since there are 9 queries",
-    ]
-
-
-def test_why_the_kernel_is_not_taken(monkeypatch):
-    """ "auto" asks on CUDA, "triton" everywhere."""
-    x = inputs(requires_grad=True)
-    monkeypatch.setattr(decode.triton, "unsupported_reason", lambda call: None)
-    assert decode._kernel_unsupported_reason(check(*x)) == "gradients are needed"
-    monkeypatch.setattr(decode.triton, "unsupported_reason", lambda call: f"not on {call.q1.device}")
-    with torch.no_grad():
-        assert decode._kernel_unsupported_reason(check(*x)) == "not on cpu"

@@ -313,7 +313,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "widths": ({"k2": X["k2"][..., :2]}, ValueError, "k1 has width 3 and k2 has width 2"),
     "query lengths": ({"q2": X["q2"][:, :, :5]}, ValueError, "q1 has length 6 and q2 has length 5"),
     "value length": ({"v": X["v"][:, :, :7]}, ValueError, "k1 has length 8 and v has length 7"),
-    "key heads": ({"k2": X["k2"][:, :1]}, ValueError, "k1 has number of heads 2 and k2 has number of heads 1"),
+    "key heads": ({"k2": X["k2"][:, :1]}, ValueError, "k1 has head count 2 and k2 has head count 1"),
     "noise heads": ({"q2": X["q2"][:, :3]}, ValueError, "q1 has 4 heads, which q2's 3 noise heads do not divide"),
     "grouped heads": ({"q2": X["q2"][:, :1]}, ValueError, "q2 has 1 heads, which k1's 2 key/value heads do not divide"),
     "lam of no number": ({"lam": "0.5"}, TypeError, "lam is a str; give a number or an array"),

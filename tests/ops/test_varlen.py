@@ -132,7 +132,7 @@ X = packed()
 BAD = {
     "not a tensor": ({"x": X._replace(k1=[1.0])}, TypeError, r"k1 is a list; give a tensor of shape \[rows, heads"),
     "rank 4": ({"x": X._replace(q2=X.q2[None])}, ValueError, r"q2 has 4 dimensions .*; give \[rows, heads, width\]"),
-    "key heads": ({"x": X._replace(v=X.v.repeat(1, 2, 1))}, ValueError, "k1 has 1 key/value heads and v has 2"),
+    "key heads": ({"x": X._replace(v=X.v.repeat(1, 2, 1))}, ValueError, "k1 has head count 1 and v has head count 2"),
     "lam": (
         {"x": X._replace(lam=torch.rand(60, 4))},
         ValueError,

@@ -1,6 +1,7 @@
 """What a call's arguments go through one by one: autocast and checks; and who records or transforms the call."""
 
 import math
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from numbers import Integral, Real
 from typing import Any
@@ -90,20 +91,6 @@ def check_options(
     return min(window, max(1, *lengths)), scale
 
 
-def check_head_counts(H: int, Hn: int, G: int) -> None:
-    """Raise unless G key/value heads divide Hn noise heads, and these divide H signal heads."""
-    if H % Hn:
-        raise ValueError(
-            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
-            "give q2 as many heads as q1 or a divisor of that number"
-        )
-    if Hn % G:
-        raise ValueError(
-            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
-            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
-        )
-
-
 def passes_fast_check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
     """Whether the tensors pass ``check_tensors``, in as few steps as possible; False for empty tensors."""
     try:
@@ -128,39 +115,44 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> 
     for name, x in named.items():
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [batch, heads, length, width]")
-        if x.dim() != 4:
-            raise ValueError(
-                f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
-            )
-        if 0 in (x.shape[1], x.shape[3]):
-            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
-    for name, x in named.items():
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")
         if x.dtype != q1.dtype:
             raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
         if x.device != q1.device:
             raise ValueError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
-        if x.shape[0] != q1.shape[0]:
-            raise ValueError(f"q1 has batch {q1.shape[0]} and {name} has batch {x.shape[0]}; give equal batches")
-    for name in ("q2", "k1", "k2"):
-        if named[name].shape[3] != q1.shape[3]:
+    check_shapes({name: x.shape for name, x in named.items()})
+
+
+SIZES = ("batch", "head count", "length", "width")
+EQUAL = {"q2": ("q1", (0, 2, 3)), "k1": ("q1", (0, 3)), "k2": ("k1", (0, 1, 2, 3)), "v": ("k1", (0, 1, 2))}
+
+
+def check_shapes(shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise if ranks, sizes or head counts of q1, q2, k1, k2 and, if there are values, v do not fit together."""
+    for name, shape in shapes.items():
+        if len(shape) != 4:
             raise ValueError(
-                f"q1 has width {q1.shape[3]} and {name} has width {named[name].shape[3]}; "
-                "queries and keys need equal widths (only v may differ)"
+                f"{name} has {len(shape)} dimensions (shape {list(shape)}); give [batch, heads, length, width]"
             )
-    if q2.shape[2] != q1.shape[2]:
-        raise ValueError(f"q1 has {q1.shape[2]} queries and q2 has {q2.shape[2]}; give equal lengths")
-    for name in ("k2", "v"):
-        if named[name].shape[2] != k1.shape[2]:
-            raise ValueError(f"k1 has {k1.shape[2]} keys and {name} has {named[name].shape[2]}; give equal lengths")
-    H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
-    for name in ("k2", "v"):
-        if named[name].shape[1] != G:
-            raise ValueError(
-                f"k1 has {G} key/value heads and {name} has {named[name].shape[1]}; k1, k2 and v need equally many"
-            )
-    check_head_counts(H, Hn, G)
+        if 0 in (shape[1], shape[3]):
+            raise ValueError(f"{name} has shape {list(shape)}; give at least 1 head of width 1 or more")
+    for name, (other, dimensions) in EQUAL.items():
+        for i in dimensions if name in shapes else ():
+            own, needed = shapes[name][i], shapes[other][i]
+            if own != needed:
+                raise ValueError(f"{other} has {SIZES[i]} {needed} and {name} has {SIZES[i]} {own}; make them equal")
+    H, Hn, G = (shapes[name][1] for name in ("q1", "q2", "k1"))
+    if H % Hn:
+        raise ValueError(
+            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
+            "give q2 as many heads as q1 or a divisor of that number"
+        )
+    if Hn % G:
+        raise ValueError(
+            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
+            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
+        )
 
 
 def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The public operator for decoding: a few queries over a cache whose used lengths may differ in a batch."""
 
-import logging
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,8 +12,6 @@ from diff_transformer.ops.call import OPERANDS, Call, check, is_empty, replace, 
 from diff_transformer.ops.masking import one_mask
 
 MAX_COPIED_VALUES = 2**17  # in a batch entry: up to here "blockwise" copies and masks faster than in a second call
-
-log = logging.getLogger("diff_transformer")
 
 
 def diff_attention_decode(
@@ -63,17 +59,12 @@ def diff_attention_decode(
     call = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale, backend, first)
     q1 = call.q1
     _check_lengths(lengths, q1)
-    by_kernel = backend == "triton" or (
-        backend == "auto" and lengths is not None and q1.device.type == "cuda" and not exporting()
-    )
-    if by_kernel and not is_empty(call):
-        reason = _kernel_unsupported_reason(call)
-        if backend == "auto" and not torch.compiler.is_compiling():
-            _announce(q1.device.type, q1.dtype, reason)
-        if reason is None:
-            from diff_transformer.ops.triton.decode import attend_decode
+    by_kernel = backend == "triton" or (backend == "auto" and q1.device.type == "cuda" and not exporting())
+    if lengths is not None and by_kernel and not is_empty(call) and triton.unsupported_reason(call) is None:
+        from diff_transformer.ops.triton import decode
 
-            return attend_decode(*call[:OPERANDS], lengths=lengths)
+        if decode.unsupported_reason(call) is None:
+            return decode.attend_decode(*call[:OPERANDS], lengths=lengths)
     resolved = resolve(call)
     if lengths is None or is_empty(call):
         return _attend(resolved)
@@ -147,24 +138,3 @@ def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
         raise ValueError(f"lengths has shape {list(lengths.shape)}; give one length a batch entry, [{q1.shape[0]}]")
     if lengths.device != q1.device:
         raise ValueError(f"q1 is on {q1.device} and lengths on {lengths.device}; move them to one device")
-
-
-def _kernel_unsupported_reason(call: Call) -> str | None:
-    """Why the decoding kernel does not support the call, or None."""
-    reason = triton.unsupported_reason(call)
-    if reason is not None:
-        return reason
-    if call.gradients:
-        return "gradients are needed"
-    transform = active_transform()
-    if transform is not None:
-        return f"it does not follow {transform}"
-    from diff_transformer.ops.triton import decode
-
-    return decode.unsupported_reason(call)
-
-
-@cache
-def _announce(device: str, dtype: torch.dtype, reason: str | None) -> None:
-    chosen = "the decoding kernel" if reason is None else f"diff_attention's own choice, since {reason}"
-    log.info("diff_attention_decode on %s, %s: %s", device, str(dtype).removeprefix("torch."), chosen)

@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from diff_transformer.ops.arguments import broadcasts, check_head_counts, check_options, flag, integer, real
+from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes, flag, integer, real
 from diff_transformer.ops.reference import DiffMaps
 
 __all__ = ["DiffMaps", "diff_attention", "diff_attention_maps"]
@@ -112,8 +112,9 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=
     The weights are 4-dimensional and broadcast to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); first may be None. The
     mask is None or 4-dimensional and broadcasts to [B, H, T, S].
     """
-    arrays = {name: _array(name, x) for name, x in zip(("q1", "q2", "k1", "k2", "v"), tensors, strict=False)}
-    _check_shapes(arrays)
+    named = zip(("q1", "q2", "k1", "k2", "v"), tensors, strict=False)
+    arrays = {name: _array(name, x, tensors[0]) for name, x in named}
+    check_shapes({name: x.shape for name, x in arrays.items()})
     q1 = arrays["q1"]
     flag("is_causal", is_causal)
     lengths = q1.shape[2], arrays["k1"].shape[2]
@@ -124,34 +125,14 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=
     return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
 
 
-def _array(name: str, x) -> Array:
+def _array(name: str, x, q1) -> Array:
     if not isinstance(x, jax.Array | np.ndarray):
         raise TypeError(f"{name} is a {type(x).__name__}; give a jax.Array of shape [batch, heads, length, width]")
+    if x.dtype.name not in DTYPES:
+        raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+    if x.dtype != q1.dtype:
+        raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
     return jnp.asarray(x)
-
-
-def _check_shapes(arrays: dict[str, Array]) -> None:
-    q1 = arrays["q1"]
-    for name, x in arrays.items():
-        if x.ndim != 4:
-            raise ValueError(
-                f"{name} has {x.ndim} dimensions (shape {list(x.shape)}); give [batch, heads, length, width]"
-            )
-        if 0 in (x.shape[1], x.shape[3]):
-            raise ValueError(f"{name} has shape {list(x.shape)}; give at least 1 head of width 1 or more")
-    for name, x in arrays.items():
-        if x.dtype.name not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-        if x.dtype != q1.dtype:
-            raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
-    like = {"q2": ("q1", (0, 2, 3)), "k1": ("q1", (0, 3)), "k2": ("k1", (0, 1, 2, 3)), "v": ("k1", (0, 1, 2))}
-    words = ("batch", "number of heads", "length", "width")
-    for name, (other, dimensions) in like.items():
-        for i in dimensions if name in arrays else ():
-            mine, needed = arrays[name].shape[i], arrays[other].shape[i]
-            if mine != needed:
-                raise ValueError(f"{other} has {words[i]} {needed} and {name} has {words[i]} {mine}; make them equal")
-    check_head_counts(q1.shape[1], arrays["q2"].shape[1], arrays["k1"].shape[1])
 
 
 def _weight(name: str, x, q1: Array) -> Array:

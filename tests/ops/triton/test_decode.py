@@ -238,13 +238,21 @@ def test_a_strided_width_is_refused():
 
 
 def test_the_public_function_takes_the_kernel_and_lengths(monkeypatch):
-    x, lengths = inputs(B=2), torch.tensor([150, 40], device=DEVICE)
-    taken = []
-    monkeypatch.setattr(decode, "attend_decode", lambda *arguments, **options: taken.append(options["lengths"]))
+    x, lengths = inputs(B=2, S=300), torch.tensor([150, 40], device=DEVICE)
+    taken, compute = [], decode.attend_decode
+
+    def attend(*arguments, **options):
+        taken.append(options.get("lengths"))
+        return compute(*arguments, **options)
+
+    monkeypatch.setattr(decode, "attend_decode", attend)
     diff_attention_decode(*x, lengths=lengths, backend="triton")
     diff_attention_decode(*x, backend="triton")
     assert taken[0] is lengths
     assert taken[1:] == [None]
+    leaves = [y.requires_grad_() for y in x]
+    diff_attention_decode(*leaves, lengths=lengths, backend="triton").sum().backward()
+    assert len(taken) == 2, "a gradient is needed, which decoding does not give"
 
 
 def test_where_the_kernel_does_not_fit_the_backend_computes():

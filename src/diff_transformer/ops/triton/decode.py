@@ -18,6 +18,7 @@ import triton
 from torch import Tensor
 
 from diff_transformer.ops import flops
+from diff_transformer.ops.arguments import active_transform
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
 from diff_transformer.ops.triton.launching import INTERPRETED, Launch, inputs_of, run, strides
@@ -80,7 +81,11 @@ def multiprocessors(device: torch.device) -> int:
 def unsupported_reason(call: Call) -> str | None:
     """Why ``attend_decode`` does not support a call that the backend supports, with what would work, or None."""
     q1, q2, k1, k2, v, _ = call.inputs
-    attn_mask = call.attn_mask
+    attn_mask, transform = call.attn_mask, active_transform()
+    if call.gradients:
+        return "gradients are needed"
+    if transform is not None:
+        return f"it does not follow {transform}"
     if INTERPRETED and q1.dtype == torch.bfloat16:
         return "Triton's interpreter multiplies the bit patterns of bfloat16; give float32"
     if q1.shape[2] > MAX_QUERIES:
