@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from diff_transformer.data.mixture import IGNORED
+from diff_transformer.data.tokenizer import ids_in_rows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,7 +17,7 @@ Made = tuple["list[int] | np.ndarray", list[tuple[int, int]]]  # the tokens of a
 
 
 class AnswerRows(ABC):
-    """Rows of ``length`` tokens; row i is a pure function of (seed, i). Ends of text without a loss fill a row.
+    """Rows of ``length`` tokens; row i is a pure function of (seed, i). Tokens without a loss fill a row.
 
     Args:
         length: tokens a row.
@@ -25,7 +26,8 @@ class AnswerRows(ABC):
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, *, length: int, seed: int, answer_loss_only: bool):
         self.tokenizer, self.length, self.seed, self.answer_loss_only = tokenizer, length, seed, answer_loss_only
-        self._pad = tokenizer.eos_token_id or 0
+        pad = tokenizer.pad_token_id  # which a model need not embed, if it lies beyond all ids of text
+        self._pad = pad if pad is not None and pad < ids_in_rows(tokenizer) else tokenizer.eos_token_id or 0
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
