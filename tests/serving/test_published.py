@@ -10,7 +10,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.convert import convert_folder
 from diff_transformer.model.convert.plan import Made
-from diff_transformer.serving.vllm.published import checked, converted, our_config
+from diff_transformer.serving.vllm.published import checked, converted, package_config
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -40,7 +40,7 @@ def published(tmp_path):
 
 
 def read(folder):
-    return our_config(json.loads((folder / "config.json").read_text()), str(folder))
+    return package_config(json.loads((folder / "config.json").read_text()), str(folder))
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import carry_over, new_folder
 from diff_transformer.model.convert.folder import convert_folder, convertible, on_meta
 from diff_transformer.model.convert.from_softmax import nearest, to_diff, to_diff_v2
-from diff_transformer.model.convert.layouts import OURS
+from diff_transformer.model.convert.layouts import PACKAGE
 from diff_transformer.model.cost import TrainingMemory, count_parameters
 from diff_transformer.model.loading import model_path, read_model, read_tokenizer
 from diff_transformer.model.saved import require_no_gguf
@@ -139,11 +139,11 @@ class Source:
                 model.config.update(dict.fromkeys(self.dropout, 0.0))
                 self._write(model, place)
             else:
-                convert_folder(self.folder, place, target=OURS if side == "softmax" else side)
+                convert_folder(self.folder, place, target=PACKAGE if side == "softmax" else side)
 
     def _initial(self, side: str, out: Path) -> Path:
         side = "softmax" if side == SOURCE else side
-        kept = side == "softmax" and self.origin in (OURS, None) and not self.dropout
+        kept = side == "softmax" and self.origin in (PACKAGE, None) and not self.dropout
         return self.folder if kept else out.resolve() / FOLDER / side
 
     def _write(self, model: Any, place: Path) -> None:

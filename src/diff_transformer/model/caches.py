@@ -1,4 +1,4 @@
-"""How a layer writes to and reads from transformers' caches: dynamic, static and paged.
+"""Write to and read from transformers' caches: dynamic, static and paged.
 
 The static and the paged cache need keys and values with equally many heads. Differential attention has m key heads of
 width d and g = m / 2 value heads of width 2d: the same numbers, viewed in another shape. Legend: B batch, T new tokens,
@@ -20,12 +20,12 @@ _PAGED_NEEDS = "continuous batching needs attn_implementation='sdpa' or 'eager'"
 
 
 def is_paged(cache) -> bool:
-    """Whether ``cache`` is that of continuous batching, which is no ``Cache`` and comes with arguments of its own."""
+    """True if ``cache`` is that of continuous batching, which is no ``Cache`` and comes with arguments of its own."""
     return cache is not None and not isinstance(cache, Cache)
 
 
 def slots_in_use(cache, layer_idx: int, queries: int, window: int | None) -> int | None:
-    """How many keys a static cache holds after a prefill of ``queries``; call before updating.
+    """The number of keys that a static cache holds after a prefill of ``queries``; call before updating.
 
     None for other caches, and where the number cannot be read or is not worth it: in a traced graph, for one query, and
     with a window, whose static cache moves its keys. The unused slots then need a mask.

@@ -55,7 +55,7 @@ def source_facts(name_or_path: str) -> dict[str, str]:
 
 
 def read_training(folder: Path) -> dict[str, str] | None:
-    """How the model in ``folder`` was trained, as its card says; None without such a table."""
+    """The training of the model in ``folder``, as its card says; None without such a table."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     _, found, rest = text.partition(_TRAINING)

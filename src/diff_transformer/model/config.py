@@ -112,7 +112,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Epsilon of all norms, unless ``head_norm_eps`` is set."""
 
     tie_word_embeddings: bool = False
-    """Whether the language-modelling head shares the weight of the token embedding."""
+    """True if the language-modelling head shares the weight of the token embedding."""
 
     lambda_init: str | float = "depth"
     """``"depth"`` (0.8 - 0.6 exp(-0.3 i) in layer i) or a constant for every layer (ablation of Table 6). Below 1:
@@ -162,7 +162,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Keys that a query sees, its own included, in training and in the cache; None for all."""
 
     use_cache: bool = True
-    """Whether a forward pass in eval mode returns a key/value cache."""
+    """True if a forward pass in eval mode returns a key/value cache."""
 
     pad_token_id: int | None = None
     """Token id of padding."""
@@ -263,7 +263,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @property
     def variant(self) -> Variant:
-        """What the cores of the layers compute."""
+        """The variant of attention that the cores of the layers compute."""
         return variant_of(self)
 
     @property
@@ -273,7 +273,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @property
     def base_model_tp_plan(self) -> dict[str, str]:
-        """How transformers shards the layers with ``from_pretrained(folder, tp_plan="auto")``.
+        """The plan by which transformers shards the layers with ``from_pretrained(folder, tp_plan="auto")``.
 
         The number of processes must divide the value heads (``heads.values``), so that each has whole pairs or groups.
         """
@@ -288,7 +288,7 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     @property
     def output_attentions(self) -> bool:
-        """Whether a forward pass returns attention maps by default; any ``attn_implementation`` can."""
+        """True if a forward pass returns attention maps by default; any ``attn_implementation`` can."""
         return bool(self._output_attentions)
 
     @output_attentions.setter

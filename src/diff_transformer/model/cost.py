@@ -1,4 +1,4 @@
-"""What a model costs, from its configuration alone.
+"""The cost of a model, from its configuration alone.
 
 Inference: parameters by part, FLOPs for each token, bytes of key/value cache. Training: memory on each device, and
 time. Training keeps 16 bytes for each parameter, with AdamW on fp32 master weights: 4 for the weight, 4 for its

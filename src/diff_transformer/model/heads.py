@@ -15,7 +15,7 @@ from diff_transformer.checks import did_you_mean
 
 @dataclass(frozen=True)
 class Variant:
-    """What the core of an attention layer computes (``model/cores.py``).
+    """The function that the core of an attention layer computes (``model/cores.py``).
 
     maps: attention maps of a head, 1 or 2.
     shared_keys: both maps of a head read one key head.

@@ -30,7 +30,7 @@ for _name in OWN_NAMES:
 
 
 class Visible(NamedTuple):
-    """Which keys the queries of a call see. A model builds it once for all layers; a layer called alone, by itself."""
+    """The keys that the queries of a call see; a model builds it once for all layers, a layer called alone by itself."""
 
     mask: Tensor | None = None  # bool (True = see) or additive, broadcastable to [B, heads, T, S]; None for all keys
     is_causal: bool = True  # of these, those up to the query's own position, aligned to the lower right corner
@@ -172,7 +172,7 @@ def _require_growing_sight(attention_mask: Tensor) -> None:
 
 
 class Packing(NamedTuple):
-    """Where the documents of a batch begin and end, its rows concatenated.
+    """The bounds of a batch's documents, its rows concatenated.
 
     cu_seqlens: int32 [documents + 1], 0 and then the end of each document.
     longest: tokens of the longest document.

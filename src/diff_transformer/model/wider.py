@@ -67,7 +67,7 @@ def wider_heads(n: int, m: int) -> tuple[int, int]:
 
 
 def _places(n: int, m: int, group: int, of_queries: bool) -> Tensor:
-    """Where the old heads stand among the new ones, whose groups have ``group`` queries each."""
+    """The places of the old heads among the new ones, whose groups have ``group`` queries each."""
     if not of_queries:
         return torch.arange(m)
     old = torch.arange(n)

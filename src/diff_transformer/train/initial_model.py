@@ -387,17 +387,17 @@ def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
 def _refuse_convertible(folder: Path) -> None:
     """Raise ValueError for a model of another library that this package's class can hold."""
     from diff_transformer.model.convert import llama
-    from diff_transformer.model.convert.layouts import LAYOUTS, OURS
+    from diff_transformer.model.convert.layouts import LAYOUTS, PACKAGE
     from diff_transformer.model.saved import read_settings
 
     settings = read_settings(folder) or {}
     kind = settings.get("model_type")
-    names = [name for layout in LAYOUTS for name in LAYOUTS[layout].model_types if layout != OURS]
+    names = [name for layout in LAYOUTS for name in LAYOUTS[layout].model_types if layout != PACKAGE]
     if kind not in names or "differential" in settings:
         return
     if kind in LAYOUTS["llama"].model_types:
         try:
-            llama.to_ours(_settings(folder))
+            llama.to_package(_settings(folder))
         except ValueError:  # with biases, for example: it keeps its class
             return
     raise ValueError(

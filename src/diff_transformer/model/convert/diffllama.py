@@ -13,7 +13,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.ours import SHARED_FIELDS, our_names, refuse, save_config, shapes_of
+from diff_transformer.model.convert.package import SHARED_FIELDS, package_names, refuse, save_config, shapes_of
 from diff_transformer.model.convert.plan import (
     HUGGING_FACE,
     LAMBDAS,
@@ -37,18 +37,18 @@ def from_diffllama(model: DiffLlamaForCausalLM) -> DiffTransformerForCausalLM:
     """A model with ``head_norm="no_weight"``, the weights of a Hugging Face ``DiffLlama`` and equal logits.
 
     Raises:
-        ValueError: as ``to_ours``.
+        ValueError: as ``to_package``.
     """
-    return convert_model(to_ours(model.config), DiffTransformerForCausalLM, model)
+    return convert_model(to_package(model.config), DiffTransformerForCausalLM, model)
 
 
 def to_diffllama(model: DiffTransformerForCausalLM) -> DiffLlamaForCausalLM:
     """The inverse of ``from_diffllama``; a head-norm weight is folded into W_O.
 
     Raises:
-        ValueError: as ``from_ours``.
+        ValueError: as ``from_package``.
     """
-    return convert_model(from_ours(model.config), DiffLlamaForCausalLM, model)
+    return convert_model(from_package(model.config), DiffLlamaForCausalLM, model)
 
 
 def read_config(checkpoint: Checkpoint) -> DiffLlamaConfig:
@@ -67,7 +67,7 @@ def tensors(config: DiffLlamaConfig) -> Shapes:
     return shapes_of(DiffLlamaForCausalLM, config)
 
 
-def to_ours(config: DiffLlamaConfig) -> Conversion:
+def to_package(config: DiffLlamaConfig) -> Conversion:
     """To ``attention="diff"``, ``head_norm="no_weight"``; rows of W_Q, W_K and W_V move, nothing else changes.
 
     Raises:
@@ -85,11 +85,11 @@ def to_ours(config: DiffLlamaConfig) -> Conversion:
         **{name: getattr(config, name) for name in SHARED_FIELDS},
     )
     move = Change(partial(adjacent_from_split, head_dim=ours.heads.head_dim))
-    plan = plan_of(_names(ours), our_names(ours), ours.num_hidden_layers, dict.fromkeys("qkv", move))
+    plan = plan_of(_names(ours), package_names(ours), ours.num_hidden_layers, dict.fromkeys("qkv", move))
     return Conversion(ours, plan)
 
 
-def from_ours(config: DiffTransformerConfig) -> Conversion:
+def from_package(config: DiffTransformerConfig) -> Conversion:
     """The inverse; a head-norm weight is folded into W_O, exact but for the rounding of that product.
 
     Raises:
@@ -109,7 +109,7 @@ def from_ours(config: DiffTransformerConfig) -> Conversion:
     if config.head_norm is True:
         changes["o"] = Change(fold_head_norm, ("head_norm",))
         notes.append("DiffLlama has no head-norm weight: it is folded into W_O, which is rounded once")
-    plan = plan_of(our_names(config), _names(config), config.num_hidden_layers, changes)
+    plan = plan_of(package_names(config), _names(config), config.num_hidden_layers, changes)
     return Conversion(diffllama, plan, notes)
 
 

@@ -22,7 +22,7 @@ from diff_transformer.model.convert.checkpoint import (
     require_free,
     write_tensors,
 )
-from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, OURS, by_names, direct, layout_of, targets
+from diff_transformer.model.convert.layouts import DIRECT, LAYOUTS, PACKAGE, by_names, direct, layout_of, targets
 from diff_transformer.model.convert.plan import BUFFERS, Conversion, Planned, TensorSource, check_tensors
 from diff_transformer.model.saved import read_settings
 
@@ -33,7 +33,7 @@ def convert_folder(
     source: Path | str,
     out: Path | str,
     origin: str | None = None,
-    target: str = OURS,
+    target: str = PACKAGE,
     *,
     dtype: str | torch.dtype | None = None,
     shard_bytes: int = SHARD_BYTES,
@@ -92,19 +92,19 @@ def convert_folder(
     converted, config = _convert(checkpoint, origin, target, cast, notes, made)
     with new_folder(out) as folder:
         write_tensors(converted, folder, shard_bytes=shard_bytes, progress=progress)
-        LAYOUTS[target if other is None else OURS].load().write_config(config, folder, _main_dtype(converted))
-        if target == OURS or other is not None:
+        LAYOUTS[target if other is None else PACKAGE].load().write_config(config, folder, _main_dtype(converted))
+        if target == PACKAGE or other is not None:
             write_card(config, folder, "DiffTransformerForCausalLM", source=source_facts(str(source)))
         carried = carry_over(source, folder)
     return notes + ([f"carried over: {listed(carried)}"] if carried else [])
 
 
 def _is_foreign(checkpoint: Checkpoint) -> bool:
-    """Whether no layout holds the model, which transformers may know."""
+    """True if no layout holds the model, which transformers may know."""
     try:
         origin = layout_of(checkpoint)
         if origin == "llama":
-            LAYOUTS[origin].load().to_ours(LAYOUTS[origin].load().read_config(checkpoint))
+            LAYOUTS[origin].load().to_package(LAYOUTS[origin].load().read_config(checkpoint))
     except ValueError:  # of another architecture, or a Llama with biases
         return "model_type" in (read_settings(checkpoint.folder) or {})
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError, OSError):
@@ -185,7 +185,7 @@ def on_meta(checkpoint: Checkpoint) -> Any:
 
 @dataclass(frozen=True)
 class Convertible:
-    """What a folder holds.
+    """The content of a model's folder, and its conversions.
 
     Attributes:
         checkpoint: its tensors.
@@ -201,7 +201,7 @@ class Convertible:
 
 
 def convertible(source: Path) -> Convertible:
-    """What the model in ``source`` converts to. Its tensors are not read, so a damaged one is not noticed.
+    """The conversions of the model in ``source``. Its tensors are not read, so a damaged one is not noticed.
 
     Raises:
         FileNotFoundError, ValueError: as ``Checkpoint``.
@@ -210,7 +210,7 @@ def convertible(source: Path) -> Convertible:
     try:
         origin = layout_of(checkpoint)
         found = LAYOUTS[origin].load().read_config(checkpoint)
-        config = found if origin == OURS else LAYOUTS[origin].load().to_ours(found).config
+        config = found if origin == PACKAGE else LAYOUTS[origin].load().to_package(found).config
     except (ValueError, StrictDataclassError, KeyError, TypeError, FileNotFoundError) as error:
         reasons = dict.fromkeys(targets(), first_line(error).partition("; accepted: ")[0])
         if _is_foreign(checkpoint):
@@ -218,17 +218,17 @@ def convertible(source: Path) -> Convertible:
         return Convertible(checkpoint, None, None, reasons)
     reasons = {}
     for target in targets():
-        if target in (origin, OURS):
+        if target in (origin, PACKAGE):
             continue
         try:
             made = direct(origin, target)
             if made is None and target not in LAYOUTS:
                 raise ValueError("it is for softmax models")
-            (made or LAYOUTS[target].load().from_ours)(config)
+            (made or LAYOUTS[target].load().from_package)(config)
             reasons[target] = ""
         except ValueError as error:
             reasons[target] = first_line(error)
-    return Convertible(checkpoint, origin, config, reasons if origin == OURS else {OURS: "", **reasons})
+    return Convertible(checkpoint, origin, config, reasons if origin == PACKAGE else {PACKAGE: "", **reasons})
 
 
 def _convert(
@@ -254,11 +254,11 @@ def _convert(
         ) from error
     _check(checkpoint, expected, origin)
     source: TensorSource = checkpoint
-    steps = [] if origin == OURS else [(layout.to_ours, OURS)]
+    steps = [] if origin == PACKAGE else [(layout.to_package, PACKAGE)]
     if made is not None:
-        steps.append((made, OURS))
-    elif target != OURS:
-        steps.append((LAYOUTS[target].load().from_ours, target))
+        steps.append((made, PACKAGE))
+    elif target != PACKAGE:
+        steps.append((LAYOUTS[target].load().from_package, target))
     for step, (convert, name) in enumerate(steps, 1):
         conversion: Conversion = convert(config)
         config, shapes = conversion.config, LAYOUTS[name].load().tensors(conversion.config)

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.llama import from_llama
-from diff_transformer.model.convert.ours import OUR_NAMES, our_names
+from diff_transformer.model.convert.package import PACKAGE_NAMES, package_names
 from diff_transformer.model.convert.plan import (
     LAMBDAS,
     Change,
@@ -88,9 +88,9 @@ def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: i
     target.value_head_dim = config.heads.value_dim
     twice = Change(partial(each_head_twice, width=config.heads.head_dim))
     kept = (1.0 - lambda_init) ** 2  # of the old map, and the factor 1 - lambda_init of every head
-    names = our_names(target)
+    names = package_names(target)
     plan = plan_of(
-        our_names(config), without(names, *LAMBDAS), config.num_hidden_layers,
+        package_names(config), without(names, *LAMBDAS), config.num_hidden_layers,
         {"q": twice, "k": twice, "o": Change(partial(torch.mul, other=1 / kept))},
     )  # fmt: skip
     draw = torch.Generator().manual_seed(seed)
@@ -113,10 +113,10 @@ def to_diff_v2(config: DiffTransformerConfig) -> Conversion:
     _check(config)
     target = copy.deepcopy(config)
     target.attention, target.lambda_learned = "diff_v2", True
-    names = our_names(target)
+    names = package_names(target)
     twice = Change(partial(each_head_twice, width=config.heads.head_dim))
     changes = {"q": twice, "o": Change(partial(torch.mul, other=1 / HALF))}
-    plan = plan_of(our_names(config), without(names, "lambda_proj"), config.num_hidden_layers, changes)
+    plan = plan_of(package_names(config), without(names, "lambda_proj"), config.num_hidden_layers, changes)
     for i in range(config.num_hidden_layers):
         plan[names["lambda_proj"].format(i=i)] = _instead(torch.zeros(target.num_diff_heads, target.hidden_size), i)
     return Conversion(target, plan, [_growth(config, target), "lambda starts at 0.5 for every token"])
@@ -139,7 +139,7 @@ def nearest(config: Any) -> Any:
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a decoder is a mixture of experts, of which ``nearest`` counts one."""
+    """True if a decoder is a mixture of experts, of which ``nearest`` counts one."""
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
 
 
@@ -163,4 +163,4 @@ def _growth(source: DiffTransformerConfig, target: DiffTransformerConfig) -> str
 def _instead(tensor: Tensor, layer: int) -> Made:
     """A new tensor: fp32 for the lambda vectors, else in the dtype of the layer's W_Q."""
     dtype = torch.float32 if tensor.dim() == 1 else None
-    return Made((OUR_NAMES["q"].format(i=layer),), lambda source: tensor.to(source.device, copy=True), dtype)
+    return Made((PACKAGE_NAMES["q"].format(i=layer),), lambda source: tensor.to(source.device, copy=True), dtype)

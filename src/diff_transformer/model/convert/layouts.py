@@ -1,7 +1,7 @@
-"""The table of layouts, and how the layout of a folder is detected.
+"""The table of layouts, and detection of a folder's layout.
 
-Every layout's module has ``read_config``, ``write_config``, ``tensors``, ``to_ours`` and ``from_ours``. Any layout
-converts to any other through this package's own. ``DIRECT`` lists conversions that change the model itself.
+Every layout's module has ``read_config``, ``write_config``, ``tensors``, ``to_package`` and ``from_package``. Any
+layout converts to any other through this package's own. ``DIRECT`` lists conversions that change the model itself.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.saved import read_settings
 
-OURS = "diff-transformer"
+PACKAGE = "diff-transformer"
 
 
 class Layout(NamedTuple):
@@ -28,7 +28,7 @@ class Layout(NamedTuple):
 
 
 LAYOUTS: dict[str, Layout] = {
-    OURS: Layout("this package's layout", "ours", ("diff_transformer",)),
+    PACKAGE: Layout("this package's layout", "package", ("diff_transformer",)),
     "llama": Layout("a Llama-family softmax model", "llama", ("llama", "mistral")),
     "diffllama": Layout("Hugging Face DiffLlama", "diffllama", ("diffllama",)),
     "motif": Layout("Motif-2.6B or Motif-2-12.7B", "motif", ("motif",)),
@@ -39,8 +39,8 @@ LAYOUTS: dict[str, Layout] = {
 DIRECT: dict[tuple[str, str], str] = {
     ("llama", "diff"): "from_softmax:to_diff",
     ("llama", "diff_v2"): "from_softmax:to_diff_v2",
-    (OURS, "diff"): "from_softmax:to_diff",
-    (OURS, "diff_v2"): "from_softmax:to_diff_v2",
+    (PACKAGE, "diff"): "from_softmax:to_diff",
+    (PACKAGE, "diff_v2"): "from_softmax:to_diff_v2",
 }
 
 
@@ -61,7 +61,7 @@ def targets() -> list[str]:
 # A layout matches if every pattern matches the end of some tensor's name; the first match wins.
 _TELLING = (
     ("motif", (r"o_proj\.weight", r"self_attn\.lambda_q1", r"subln\.weight")),
-    (OURS, (r"o_proj\.weight", r"self_attn\.core\.\S+")),
+    (PACKAGE, (r"o_proj\.weight", r"self_attn\.core\.\S+")),
     ("diffllama", (r"o_proj\.weight", r"self_attn\.lambda_q1")),
     ("llama", (r"o_proj\.weight", r"gate_proj\.weight", r"input_layernorm\.weight")),
 )

@@ -7,7 +7,7 @@ from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfi
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.ours import SHARED_FIELDS, our_names, refuse, save_config, shapes_of
+from diff_transformer.model.convert.package import SHARED_FIELDS, package_names, refuse, save_config, shapes_of
 from diff_transformer.model.convert.plan import (
     HUGGING_FACE,
     Conversion,
@@ -24,18 +24,18 @@ def from_llama(model: LlamaForCausalLM) -> DiffTransformerForCausalLM:
     """The matched Transformer (``attention="softmax"``) with the weights of a Llama model and equal logits.
 
     Raises:
-        ValueError: as ``to_ours``.
+        ValueError: as ``to_package``.
     """
-    return convert_model(to_ours(model.config), DiffTransformerForCausalLM, model)
+    return convert_model(to_package(model.config), DiffTransformerForCausalLM, model)
 
 
 def to_llama(model: DiffTransformerForCausalLM) -> LlamaForCausalLM:
     """The inverse of ``from_llama``.
 
     Raises:
-        ValueError: as ``from_ours``.
+        ValueError: as ``from_package``.
     """
-    return convert_model(from_ours(model.config), LlamaForCausalLM, model)
+    return convert_model(from_package(model.config), LlamaForCausalLM, model)
 
 
 def read_config(checkpoint: Checkpoint) -> LlamaConfig | MistralConfig:
@@ -51,7 +51,7 @@ def tensors(config: LlamaConfig | MistralConfig) -> Shapes:
     return shapes_of(LlamaForCausalLM, LlamaConfig(**fields))
 
 
-def to_ours(config: LlamaConfig | MistralConfig) -> Conversion:
+def to_package(config: LlamaConfig | MistralConfig) -> Conversion:
     """To the matched Transformer (``attention="softmax"``).
 
     Raises:
@@ -69,11 +69,11 @@ def to_ours(config: LlamaConfig | MistralConfig) -> Conversion:
         sliding_window=getattr(config, "sliding_window", None),
         **{name: getattr(config, name) for name in SHARED_FIELDS},
     )
-    names = our_names(ours)
+    names = package_names(ours)
     return Conversion(ours, plan_of(names, names, ours.num_hidden_layers))
 
 
-def from_ours(config: DiffTransformerConfig) -> Conversion:
+def from_package(config: DiffTransformerConfig) -> Conversion:
     """The inverse.
 
     Raises:

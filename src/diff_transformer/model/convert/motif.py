@@ -14,7 +14,7 @@ import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.ours import OUR_NAMES, our_names, refuse
+from diff_transformer.model.convert.package import PACKAGE_NAMES, package_names, refuse
 from diff_transformer.model.convert.plan import (
     HUGGING_FACE,
     LAMBDAS,
@@ -33,8 +33,8 @@ _NAMES: Names = {
     **HUGGING_FACE,
     **{name: f"{_PREFIX}.{name}" for name in LAMBDAS},
     "head_norm": f"{_PREFIX}.subln.weight",
-    "activation_weight": OUR_NAMES["activation_weight"],
-    "activation_bias": OUR_NAMES["activation_bias"],
+    "activation_weight": PACKAGE_NAMES["activation_weight"],
+    "activation_bias": PACKAGE_NAMES["activation_bias"],
 }
 # The ports' defaults for settings that a config.json may omit.
 _DEFAULTS = {
@@ -106,13 +106,13 @@ def tensors(config: dict) -> Shapes:
     return shapes_by_role(_names(ours), by_role, ours.num_hidden_layers)
 
 
-def to_ours(config: dict) -> Conversion:
+def to_package(config: dict) -> Conversion:
     """Every tensor stays as it is; only the configuration is translated."""
     ours = _ours(config)
-    return Conversion(ours, plan_of(_names(ours), our_names(ours), ours.num_hidden_layers))
+    return Conversion(ours, plan_of(_names(ours), package_names(ours), ours.num_hidden_layers))
 
 
-def from_ours(config: DiffTransformerConfig) -> Conversion:
+def from_package(config: DiffTransformerConfig) -> Conversion:
     """The inverse.
 
     Raises:
@@ -141,7 +141,7 @@ def from_ours(config: DiffTransformerConfig) -> Conversion:
     if config.attention == "grouped_diff":
         settings |= {"num_noise_heads": config.heads.queries - config.heads.outputs, "k_ratio": 1}
     notes = ["the code that runs a Motif checkpoint is in its repository on the hub: copy it beside, or set auto_map"]
-    return Conversion(settings, plan_of(our_names(config), _names(config), config.num_hidden_layers), notes)
+    return Conversion(settings, plan_of(package_names(config), _names(config), config.num_hidden_layers), notes)
 
 
 def _ours(config: dict) -> DiffTransformerConfig:

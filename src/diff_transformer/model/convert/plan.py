@@ -69,7 +69,7 @@ Plan = dict[str, Made]
 
 @dataclass
 class Conversion:
-    """What a layout's converter returns: the target's configuration, its tensors, and notes for the user."""
+    """The result of a layout's converter: the target's configuration, its tensors, and notes for the user."""
 
     config: object
     plan: Plan
@@ -176,7 +176,7 @@ def without(names: Names, *roles: str) -> Names:
 
 @dataclass(frozen=True)
 class Change:
-    """How the tensor of a role changes: ``make`` of it and of the tensors of ``others``, roles of the same layer."""
+    """The change of a role's tensor: ``make`` of it and of the tensors of ``others``, roles of the same layer."""
 
     make: Callable[..., Tensor]
     others: tuple[str, ...] = ()

@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 
 class RankUnit(NamedTuple):
-    """What ``QKVParallelLinear`` calls a head, and gives to one rank whole.
+    """The unit that ``QKVParallelLinear`` calls a head, and gives to one rank whole.
 
     width: of such a head of queries, and of keys. queries, keys: how many there are. value_width: of values, which are
     as many as keys.
@@ -88,7 +88,7 @@ class RankUnit(NamedTuple):
 
 
 def rank_unit(config) -> RankUnit:
-    """How W_Q, W_K and W_V are divided among tensor-parallel ranks; ``check_parallel`` says among how many."""
+    """The division of W_Q, W_K and W_V among tensor-parallel ranks; ``check_parallel`` says among how many."""
     heads = config.heads
     if config.attention == "diff":  # a pair of query heads, a pair of key heads, their value head
         return RankUnit(2 * heads.head_dim, heads.outputs, heads.values, heads.value_dim)

@@ -1,4 +1,4 @@
-"""What the plugin refuses before vLLM loads a model, and what a checkpoint must hold: each in one sentence."""
+"""Refusals before vLLM loads a model, and checks of a checkpoint's tensors."""
 
 import logging
 from collections.abc import Iterable, Iterator, Mapping

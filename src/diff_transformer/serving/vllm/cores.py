@@ -1,4 +1,4 @@
-"""What follows vLLM's attention in a layer: lambda, the subtraction and the head norm, in fp32.
+"""The part of a layer after vLLM's attention: lambda, the subtraction and the head norm, in fp32.
 
 Each module has its parameters under their names in a checkpoint. ``finish`` derives from them, once they are loaded,
 what a forward pass needs, in buffers that are saved: ``--load-format sharded_state`` copies a state dict and loads no

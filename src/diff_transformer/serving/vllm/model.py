@@ -78,7 +78,7 @@ class DecoderLayer(LlamaDecoderLayer):
 
 
 class DiffTransformerForCausalLM(LlamaForCausalLM):
-    """What ``save_pretrained`` wrote, in vLLM: all variants but ``"dint"``; tensor and pipeline parallel, LoRA.
+    """A saved model of this package in vLLM: all variants but ``"dint"``; tensor and pipeline parallel, LoRA.
 
     Also what others published as DiffLlama or Motif (``published.py``).
     """

@@ -21,17 +21,17 @@ MODEL_TYPES = {"diffllama": "diffllama", "motif": "motif", "Motif": "motif"}  # 
 
 
 class PublishedConfig(PreTrainedConfig):
-    """What vLLM reads a configuration of ``MODEL_TYPES`` with; the result is a ``DiffTransformerConfig``."""
+    """The class by which vLLM reads a configuration of ``MODEL_TYPES``; the result is a ``DiffTransformerConfig``."""
 
     @classmethod
     def from_dict(cls, config_dict, **kwargs):
-        """``our_config`` of the content of a ``config.json``; beside ``kwargs`` with ``return_unused_kwargs=True``."""
+        """``package_config`` of a ``config.json``'s content; beside ``kwargs`` with ``return_unused_kwargs=True``."""
         wants_rest = kwargs.pop("return_unused_kwargs", False)
-        config = our_config(config_dict, kwargs.pop("name_or_path", "config.json"))
+        config = package_config(config_dict, kwargs.pop("name_or_path", "config.json"))
         return (config, kwargs) if wants_rest else config
 
 
-def our_config(settings: dict[str, Any], name: str) -> DiffTransformerConfig:
+def package_config(settings: dict[str, Any], name: str) -> DiffTransformerConfig:
     """The configuration in this package's layout; its attribute ``published`` keeps ``settings``.
 
     Args:
@@ -49,7 +49,7 @@ def our_config(settings: dict[str, Any], name: str) -> DiffTransformerConfig:
         )
     layout = MODEL_TYPES[settings["model_type"]]
     module = LAYOUTS[layout].load()
-    config = module.to_ours(module.parse(settings, name)).config
+    config = module.to_package(module.parse(settings, name)).config
     config.architectures = [ARCHITECTURES[layout]]
     config.dtype = getattr(torch, settings.get("dtype") or settings.get("torch_dtype") or "float32")
     config.published = settings
@@ -67,7 +67,7 @@ def checked(
     module = LAYOUTS[MODEL_TYPES[config.published["model_type"]]].load()
     theirs = module.parse(config.published, "config.json")
     names = CheckedWeights(module.tensors(theirs), tied=config.tie_word_embeddings)
-    yield from converted(module.to_ours(theirs).plan, names.check(weights))
+    yield from converted(module.to_package(theirs).plan, names.check(weights))
     if whole:
         names.require_all()
 

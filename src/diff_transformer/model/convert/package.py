@@ -16,7 +16,7 @@ SHARED_FIELDS = (
     "tie_word_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
 )  # fmt: skip
 _CORE = "model.layers.{i}.self_attn.core"
-OUR_NAMES: Names = {
+PACKAGE_NAMES: Names = {
     **HUGGING_FACE,
     **{name: f"{_CORE}.lam.{name}" for name in LAMBDAS},
     "lambda_proj": f"{_CORE}.lam.proj.weight",
@@ -53,7 +53,7 @@ def shapes_of(model: type[PreTrainedModel], config) -> Shapes:
     return {name: tuple(tensor.shape) for name, tensor in state.items() if name != tied}
 
 
-def our_names(config: DiffTransformerConfig) -> Names:
+def package_names(config: DiffTransformerConfig) -> Names:
     """Name templates of the tensors in a model of ``config``."""
     absent = ["head"] if config.tie_word_embeddings else []
     if config.variant.lam != "learned":
@@ -64,7 +64,7 @@ def our_names(config: DiffTransformerConfig) -> Names:
         absent.append("head_norm")
     if config.hidden_act != "poly_norm":
         absent += ["activation_weight", "activation_bias"]
-    return without(OUR_NAMES, *absent)
+    return without(PACKAGE_NAMES, *absent)
 
 
 def refuse(config: DiffTransformerConfig, target: str, **held: tuple) -> None:
