@@ -30,7 +30,7 @@ for _name in OWN_NAMES:
 
 
 class Visible(NamedTuple):
-    """The keys that the queries of a call see; a model builds it once for all layers, a layer called alone by itself."""
+    """The keys that the queries of a call see; a model builds it once for all layers, a layer alone by itself."""
 
     mask: Tensor | None = None  # bool (True = see) or additive, broadcastable to [B, heads, T, S]; None for all keys
     is_causal: bool = True  # of these, those up to the query's own position, aligned to the lower right corner
