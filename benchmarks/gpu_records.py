@@ -33,7 +33,6 @@ SETTING = (
 WHO = ("backend", "side", "shape", "form", "tool", "kernel", "tile", "call")
 VERSIONS = ("gpu", "cuda", "cudnn", "triton")
 PACKED = "gpu.json"  # all records of a call, and how its stages ended
-LOST = "failed: the device is lost: "
 
 
 class Unfinished(Exception):
@@ -50,10 +49,8 @@ def key(row: dict) -> str:
 
 
 def rows_of(path: Path) -> list[dict]:
-    """The rows of a record without settings at which the device was lost; [] if there is no record."""
-    rows = json.loads(path.read_text()).get("rows", []) if path.exists() else []
-    lost = {setting(row) for row in rows if row.get("gate", "").startswith(LOST)}
-    return [row for row in rows if setting(row) not in lost]
+    """The rows of a record; [] if there is none."""
+    return json.loads(path.read_text()).get("rows", []) if path.exists() else []
 
 
 def settings_of(rows: list[dict]) -> set[str]:

@@ -25,7 +25,7 @@ import gpu_sweep
 from diff_transformer.bench import decode as decoding
 from diff_transformer.bench import generation, timing
 from diff_transformer.bench import throughput as pair_throughput
-from diff_transformer.bench.attention import LOST, DeviceLost, calls, run_attention_benchmark, verdict
+from diff_transformer.bench.attention import calls, run_attention_benchmark, verdict
 from diff_transformer.bench.contenders import VARIANTS, Gate, backend_contender, shape_inputs, wait_for_device
 from diff_transformer.bench.decode import run_decode_benchmark
 from diff_transformer.bench.record import collect, machine
@@ -165,10 +165,7 @@ def gates(dry: bool) -> Iterator[dict]:
             gate = Gate(shape, dtype, device)
             for name in available_backends(device, dtype):
                 contender = backend_contender(name, gate.full, shape.causal)
-                row = {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
-                yield row
-                if row["gate"].startswith(LOST):
-                    raise DeviceLost(f"{name} at {shape} in {dtype}: {row['gate']}")
+                yield {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
 
 
 def compile_kernels(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:

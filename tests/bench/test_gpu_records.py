@@ -58,13 +58,6 @@ def test_unlike_machines_are_not_mixed(records, tmp_path, other):
         records.merge_files([first, second], first)
 
 
-def test_a_setting_at_which_the_device_was_lost_is_measured_again(records, tmp_path):
-    lost = attention_row("triton", gate="failed: the device is lost: AcceleratorError: oh no")
-    save(tmp_path / "a.json", [attention_row("softmax"), lost, kept := attention_row("softmax", length=512)])
-    assert records.rows_of(tmp_path / "a.json") == [kept]
-    assert records.rows_of(tmp_path / "missing.json") == []
-
-
 def test_installed_under_the_names_that_tables_are_made_from(records, tmp_path, monkeypatch):
     save(tmp_path / "one" / "attention.json", [attention_row("softmax", ms=1.0), attention_row("triton")])
     save(tmp_path / "two" / "attention.json", [attention_row("triton", length=512)])

@@ -28,11 +28,10 @@ from diff_transformer.bench.contenders import (
     baselines,
     refusal,
     rivals,
-    sdpa_on,
     softmax_inputs,
 )
 from diff_transformer.bench.record import collect, in_turn, machine
-from diff_transformer.bench.shapes import Shape, too_large_reason
+from diff_transformer.bench.shapes import Shape
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
 from diff_transformer.ops import available_backends
@@ -40,11 +39,6 @@ from diff_transformer.testing import peak_memory
 
 LONGEST_REFERENCE = 1024  # the reference materialises the maps and is left out beyond this length
 KINDS = ("forward", "backward", "both")
-LOST = "failed: the device is lost: "  # prefix of a gate's verdict
-
-
-class DeviceLost(RuntimeError):
-    """A kernel faulted or hung, and this process cannot use the device any more."""
 
 
 def run_attention_benchmark(
@@ -79,10 +73,6 @@ def run_attention_benchmark(
         seconds: start no new shape after this time.
         seconds_each: time limit of one function at one shape.
 
-    A shape that does not fit the free memory gives one skipped row of the baseline, with both sizes.
-
-    Raises:
-        ValueError: if no shape fits the memory, before anything is allocated.
     """
     require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
     cuda = torch.device(device).type == "cuda"
@@ -93,21 +83,10 @@ def run_attention_benchmark(
         names = available_backends(device, dtype) if backends is None else backends
         return [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
 
-    def too_large(shape: Shape, dtype: torch.dtype) -> str | None:
-        return too_large_reason(shape, dtype, 1 + len(ours(shape, dtype)) + len(extra or {}), device)
-
-    reasons = [too_large(shape, dtype) for dtype in dtypes for shape in shapes]
-    if reasons and None not in reasons:
-        raise ValueError(reasons[0])
     ceiling = ceilings(device, dtypes)
 
     def rows(shape: Shape, dtype: torch.dtype) -> Iterator[dict]:
         gate = Gate(shape, dtype, device)
-        reason = too_large(shape, dtype)
-        if reason is not None:
-            skipped = Contender(BASELINE, "baseline", sdpa_on(None), (), shape.causal)
-            yield {**first_fields(skipped, gate), "gate": f"skipped: {reason}"}
-            return
         contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
         contenders += backend_contenders(ours(shape, dtype), gate.full, shape.causal)
         contenders += [
@@ -136,12 +115,7 @@ def measure(
 ) -> Iterator[dict]:
     """A row for each contender, all at the gate's shape; see ``run_attention_benchmark``."""
     shape, dtype = gate.shape, str(gate.dtype).removeprefix("torch.")
-    verdicts: dict[str, str] = {}
-    for c in contenders:
-        verdicts[c.name] = verdict(c, gate)
-        if verdicts[c.name].startswith(LOST):
-            yield {**first_fields(c, gate), "gate": verdicts[c.name]}
-            raise DeviceLost(f"{c.name} at {shape} in {dtype}: {verdicts[c.name]}")
+    verdicts = {c.name: verdict(c, gate) for c in contenders}
     timed = [c for c in contenders if is_timed(c.role, verdicts[c.name])]
     peaks = {c.name: peak_memory(calls(c)["both"], gate.device) for c in timed}
     runs = {(c.name, kind): run for c in timed for kind, run in calls(c, retain=True).items()}
@@ -188,7 +162,7 @@ def run_gate(role: str, run: Callable[[], object], check: Callable[[], object]) 
     """Run once, then check: "passed", "is the baseline", "skipped: why" or "failed: what".
 
     A kernel refuses by RuntimeError, NotImplementedError or ValueError. Any other exception, such as a compiler error,
-    is a failure of this contender only, except for a fault of the device (``LOST``).
+    is a failure of this contender only, except for a fault of the device, which ends the benchmark.
     """
     try:
         reason = refusal(run)
@@ -197,8 +171,8 @@ def run_gate(role: str, run: Callable[[], object], check: Callable[[], object]) 
         if role == "baseline":
             return "is the baseline"
         check()
-    except FAULT as error:
-        return f"{LOST}{type(error).__name__}: {error}"[:1000]
+    except FAULT:
+        raise
     except AssertionError as error:
         return f"failed: {error}"
     except Exception as error:

@@ -3,11 +3,6 @@
 import re
 from dataclasses import dataclass
 
-import torch
-
-from diff_transformer.bench.record import free_memory
-from diff_transformer.durable import human_bytes
-
 SHORTER = 555  # length at which the gate compares gradients: the reference materialises the maps
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS = 16384  # per batch on a GPU, unless one sequence is longer
@@ -87,33 +82,3 @@ def parse_shapes(text: str) -> list[Shape]:
         batch, heads, length, width = (int(size) for size in found.groups()[:4])
         shapes.append(Shape(batch, heads, length, width, causal=not found[5]))
     return shapes
-
-
-_MAPS = 9  # N x N maps that the fp64 reference holds at once with its gradients; measured
-
-
-def bytes_needed(shape: Shape, dtype: torch.dtype, functions: int) -> int:
-    """Estimated peak memory of timing ``functions`` functions, including softmax attention.
-
-    It is the inputs of both forms plus the larger of two sums. Timing holds the output of each function with its
-    gradient and the input gradients of one. The gate holds the maps of the reference at its shorter length, and at the
-    full length keys and values in fp64.
-    """
-    output = 2 * shape.batch * shape.heads * shape.length * shape.width
-    inputs = 3 * output  # q1, q2, k1, k2, v; q, k, v of the baseline are as many numbers
-    timed = (2 * functions * output + inputs) * dtype.itemsize
-    maps = _MAPS * 8 * shape.batch * shape.heads * min(shape.length, SHORTER) ** 2
-    doubles = 2 * output * 8 + output * dtype.itemsize
-    return 2 * inputs * dtype.itemsize + max(timed, maps, doubles)
-
-
-def too_large_reason(shape: Shape, dtype: torch.dtype, functions: int, device: str) -> str | None:
-    """Why ``functions`` functions do not fit the free memory at this shape; None if they do."""
-    needed, free = bytes_needed(shape, dtype, functions), free_memory(device)
-    if needed <= free:
-        return None
-    return (
-        f"{shape} in {str(dtype).removeprefix('torch.')} takes about {human_bytes(needed)} for the inputs, outputs and "
-        f"gradients of {functions} functions, and {human_bytes(free)} are free on {device}; give a smaller batch, "
-        "fewer heads or a shorter length"
-    )
