@@ -4,8 +4,6 @@ comparison, an export for people.
 It knows no ``Record``: ``record.records_of`` makes records of what ``fields_of`` returns.
 """
 
-import re
-
 from diff_transformer.lab.sides import PAIR
 
 Fields = dict  # of a Record: setting, side, seed, and some of config, metrics, rows, curves, provenance and diverged
@@ -38,12 +36,6 @@ def result_fields(value: dict) -> Fields:
     return {**about, "rows": {name: value.get("rows") or []}, "provenance": {name: dict(value.get("provenance") or {})}}
 
 
-def _split_name(name: str) -> tuple[str, int]:
-    """Side and seed of names such as ``diff-seed0``; seed 0 for any other name."""
-    found = re.fullmatch(r"(.+)-seed(\d+)", str(name))
-    return (found[1], int(found[2])) if found else (str(name), 0)
-
-
 def _comparison(value: dict) -> list[Fields]:
     """Parts of one record a model: the pair's with rows and curves, a variant's with the numbers of its table row."""
     said = value.get("train")
@@ -52,8 +44,7 @@ def _comparison(value: dict) -> list[Fields]:
     seeds = train.get("seeds") or []
 
     def part(entry: dict, **fields: dict) -> Fields:
-        side, seed = _split_name(entry.get("model", ""))
-        side, seed = str(entry.get("attention", side)), entry.get("seed", seed)
+        side, seed = str(entry.get("attention", entry.get("model", ""))), entry.get("seed", 0)
         seed = seed if isinstance(seed, int) else 0
         mine = {**config, "model": {**config.get("model", {}), "attention": side}} if config else {}
         if config and seed < len(seeds):
