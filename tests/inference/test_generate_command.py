@@ -123,11 +123,3 @@ def test_a_preset_says_that_it_is_untrained(run):
 def test_what_is_wrong_is_said(run, arguments, error, message):
     with pytest.raises(error, match=message):
         run(["generate", "debug", *arguments])
-
-
-def test_export_writes_a_folder_and_no_other(run, model, tmp_path):
-    out = run(["export", model, "--out", str(tmp_path / "exported")])
-    assert out.exit_code == 0
-    assert (tmp_path / "exported" / "modeling_diff_transformer.py").exists()
-    with pytest.raises(FileExistsError, match="not an empty folder"):
-        run(["export", model, "--out", str(tmp_path / "exported")])
