@@ -33,7 +33,7 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 
 ENGINES := .venv-engines
 test-engines: $(ENGINES)/.ready  ## the tests of --engine, on datatrove and on Ray clusters of this machine
-	$(ENGINES)/bin/python -m pytest tests/data/prepare/test_engine.py tests/lab/test_ray.py -m "slow or not slow" $(ARGS)
+	$(ENGINES)/bin/python -m pytest tests/data/test_datatrove_tasks.py tests/lab/test_ray.py -m "slow or not slow" $(ARGS)
 
 $(ENGINES)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINES)

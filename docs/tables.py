@@ -125,24 +125,6 @@ def checkpoints() -> str:
     return "\n".join([*lines, "", f"{record['provenance']['cpu']}, PyTorch {record['provenance']['torch']}, gloo."])
 
 
-PREPARED = DOCS.parent / "benchmarks" / "results" / "prepare.json"
-
-
-def prepared() -> str:
-    """Speed and memory of ``prepare`` with and without an engine, by size of the text."""
-    record = json.loads(PREPARED.read_text())
-    names = {"none": "without an engine", "local": "`--engine local`"}
-    lines = ["| text | | MB/s, each run | largest process |", "|---|---|---|---|"]
-    for size in dict.fromkeys(row["mb"] for row in record["rows"]):
-        for engine, name in names.items():
-            runs = [row for row in record["rows"] if (row["mb"], row["engine"]) == (size, engine)]
-            speeds = ", ".join(f"{row['mb_per_s']:.1f}" for row in runs)
-            lines.append(f"| {size} MB | {name} | {speeds} | {max(row['peak_bytes'] for row in runs) / 1e6:,.0f} MB |")
-    return "\n".join(
-        [*lines, "", f"{record['provenance']['cpu']}, {record['provenance']['jobs']} jobs, start included."]
-    )
-
-
 def reliability() -> str:
     """The faults of the reliability record by part; those with the same outcomes share a line."""
     rows = json.loads((DOCS.parent / "benchmarks" / "results" / "reliability.json").read_text())["rows"]
@@ -175,7 +157,6 @@ def architectures() -> str:
 TABLES = {
     DOCS / "pretraining.md": {"memory": memory, "checkpoints": checkpoints},
     DOCS / "pretrained_to_diff.md": {"architectures": architectures},
-    DOCS / "data.md": {"prepare": prepared},
     DOCS / "reproduction.md": {"claims": claims_table},
     DOCS / "serving.md": {"throughput": throughput},
     DOCS / "reliability.md": {"reliability": reliability},

@@ -5,8 +5,7 @@ from scale.plan import MATCHED, OWN_SCALE, RATES, SIDES, base
 from scale.run import differences
 
 from diff_transformer import DiffTransformerConfig
-from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.run import prepare
+from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.lab.record import Record, grouped
 from diff_transformer.lab.stages import load_stages
 from diff_transformer.lab.worker import run

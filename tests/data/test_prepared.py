@@ -6,8 +6,7 @@ import pytest
 from diff_transformer.data import load_corpus
 from diff_transformer.data import prepared as prepared_module
 from diff_transformer.data.mixture import PERIOD, Mixture, WeightedCorpora
-from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.run import prepare
+from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards
 
 END = 256
@@ -21,7 +20,7 @@ def folder(tmp_path_factory):
         path = root / "in" / ("train" if i else "val") / f"{i:02d}.txt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(chr(ord("a") + i) * (i + 1) * (60 if i == 0 else 1))
-    prepare(PrepareConfig((str(root / "in"),), tokenizer="bytes", shard_bytes=30), root / "out")
+    prepare(PrepareConfig((str(root / "in"),), tokenizer="bytes"), root / "out")
     return root / "out"
 
 
@@ -116,7 +115,7 @@ def test_long_documents_worked_by_hand(tmp_path):
         path.write_text(text)
     (tmp_path / "in" / "val").mkdir()
     (tmp_path / "in" / "val" / "v.txt").write_text("held out")
-    prepare(PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes", shard_bytes=9), tmp_path / "out")
+    prepare(PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes"), tmp_path / "out")
     tokens = Shards(tmp_path / "out", "train")
     assert len(tokens) == 30
     corpus = LongDocuments(tokens, 4, threshold=7, factor=3, seed=1)

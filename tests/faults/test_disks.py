@@ -50,7 +50,7 @@ def training(texts):
 def commands(texts, training, tmp_path):
     """Commands that write to a folder, and how each goes on."""
     model = str(save_tiny_model(tmp_path / "model"))
-    rows = ["prepare", str(texts), "--tokenizer", "bytes", "--shard-mb", "0.004", "--jobs", "1"]
+    rows = ["prepare", str(texts), "--tokenizer", "bytes"]
     return {
         "train": (training, ["--resume"]),
         "prepare": (rows, ["--resume"]),

@@ -3,9 +3,9 @@
 import json
 import os
 import random
+import shutil
 import signal
 import sys
-import tarfile
 import time
 from collections import Counter
 from operator import attrgetter
@@ -24,7 +24,6 @@ from killed_runs import (
     start_command,
 )
 
-from diff_transformer.data.prepare import pieces, readers
 from diff_transformer.lab import worker
 from diff_transformer.lab.compare import compare
 from diff_transformer.lab.pool import LOG, LocalProcesses
@@ -59,112 +58,34 @@ def test_train(texts, tmp_path, reliability, background):
     reliability(PART, "`train`, checkpoints in the background" if background else "`train`", {EQUAL: hit["kills"]})
 
 
-def rows_file(pack):
-    def make(folder: Path) -> str:
-        path = folder / f"rows.jsonl{pack}"
-        text = "".join(json.dumps({"text": text}) + "\n" for text in documents()).encode()
-        if pack == ".zst":
-            import zstandard
-
-            text = zstandard.compress(text)
-        elif pack:
-            text = __import__({".gz": "gzip", ".bz2": "bz2", ".xz": "lzma"}[pack]).compress(text)
-        path.write_bytes(text)
-        return str(path)
-
-    return make
-
-
-def documents(number: int = 600) -> list[str]:
-    return [f"row {i}: " + f"word{i} " * (40 + i % 7) for i in range(number)]
-
-
-def a_folder(folder: Path) -> str:
-    for i, text in enumerate(documents()):
-        (folder / f"{i}.txt").write_text(text)
-    return str(folder)
-
-
-def a_text(folder: Path) -> str:
-    (folder / "all.txt").write_text("\n".join(documents()))
-    return str(folder / "all.txt")
-
-
-def an_archive(folder: Path) -> str:
-    inner = folder / "inner"
-    inner.mkdir()
-    a_folder(inner)
-    with tarfile.open(folder / "all.tar.gz", "w:gz") as archive:
-        archive.add(inner, "inner")
-    return str(folder / "all.tar.gz")
-
-
-def a_table(folder: Path) -> str:
-    import pyarrow
-    import pyarrow.parquet
-
-    pyarrow.parquet.write_table(pyarrow.table({"text": documents()}), folder / "rows.parquet")
-    return str(folder / "rows.parquet")
-
-
-KINDS = {
-    "a text file": a_text,
-    "a folder": a_folder,
-    "a tar archive": an_archive,
-    "JSON lines": rows_file(""),
-    "JSON lines, gzip": rows_file(".gz"),
-    "JSON lines, bzip2": rows_file(".bz2"),
-    "JSON lines, xz": rows_file(".xz"),
-    "JSON lines, zstandard": rows_file(".zst"),
-    "JSON lines, two processes": rows_file(""),
-    "parquet": a_table,
-    "a data set streamed from a stand-in for the hub": lambda folder: "hub:someone/rows",
-    "the Python library": lambda folder: "python",
-}
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_prepare(kind, tmp_path, reliability, monkeypatch):
-    """Of five lives one ends within the time that the life before needed up to its first shard; the others after 0 to 3
-    more shards and a random part of the next."""
-    monkeypatch.setattr(pieces, "PIECE_CHARACTERS", 1000)  # a text is cut into several shards too
-    monkeypatch.setattr(readers, "streamed_rows", lambda name, field: ((text, 0) for text in documents()))
+def test_prepare(tmp_path, reliability):
+    """Forty files, a task each; a life ends after 0 to 3 more tasks and a random part of the next."""
     (tmp_path / "in").mkdir()
-    source, jobs = KINDS[kind](tmp_path / "in"), "2" if "two processes" in kind else "1"
-    megabytes = "0.05" if source == "python" else "0.001"
-    command = ["prepare", source, "--tokenizer", "bytes", "--shard-mb", megabytes, "--jobs", jobs, "--resume", "--out"]
-    draw, out, said, first = random.Random(kind), tmp_path / "out", tmp_path / "said", 0.0
+    for number in range(40):
+        (tmp_path / "in" / f"{number}.txt").write_text(f"words of text {number} " * 20_000)
+    command = ["prepare", str(tmp_path / "in"), "--tokenizer", "bytes", "--resume", "--out"]
+    draw, out, said = random.Random(7), tmp_path / "out", tmp_path / "said"
     whole = start_command([*command, str(tmp_path / "whole")], said)
     whole.join(300)
     assert whole.exitcode == 0, said.read_text()
-    for life in range(KILLS):
-        before, few, born = shards(out), draw.randint(0, 3), time.monotonic()
+    kills = 0
+    while kills < KILLS:
+        before, few = len([*out.glob("tasks/*.json")]), draw.randint(0, 3)
         process = start_command([*command, str(out)], said)
-        if life % 5 == 1:
-            time.sleep(draw.random() * first)
-        else:
-            while shards(out) == before and process.is_alive():
-                time.sleep(0.0005)
-            first = time.monotonic() - born
-            while shards(out) <= before + few and process.is_alive():
-                time.sleep(0.0005)
-            time.sleep(draw.random() * 0.005)
+        while len([*out.glob("tasks/*.json")]) <= before + few and process.is_alive():
+            time.sleep(0.0005)
+        time.sleep(draw.random() * 0.02)
         process.kill()
         process.join()
-        assert process.exitcode == -signal.SIGKILL, f"life {life} ended by itself: {said.read_text()}"
+        if process.exitcode != -signal.SIGKILL:  # it was finished: begin anew
+            assert content(out) == content(tmp_path / "whole")
+            shutil.rmtree(out)
+        kills += process.exitcode == -signal.SIGKILL
     process = start_command([*command, str(out)], said)
     process.join(300)
     assert process.exitcode == 0, said.read_text()
     assert content(out) == content(tmp_path / "whole")
-    reliability(PART, f"`prepare` of {kind}", {EQUAL: KILLS})
-
-
-def shards(out: Path) -> int:
-    """Shards that the journal of a preparation lists."""
-    try:
-        return (out / "finished.jsonl").read_bytes().count(b"\n")
-    except FileNotFoundError:
-        return 0
+    reliability(PART, "`prepare` of a folder", {EQUAL: KILLS})
 
 
 def content(folder: Path) -> dict[str, bytes]:

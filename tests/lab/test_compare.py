@@ -14,8 +14,7 @@ import torch
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.run import prepare
+from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.lab.compare import compare, measure_speed
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe

@@ -7,8 +7,7 @@ from transformers import AutoTokenizer
 
 from diff_transformer.data import Document, Filler, cache
 from diff_transformer.data.mixture import WeightedCorpora
-from diff_transformer.data.prepare.config import PrepareConfig
-from diff_transformer.data.prepare.run import prepare
+from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
 from diff_transformer.lab.recipes import recipe
@@ -33,7 +32,7 @@ def folders(tmp_path_factory):
     for name, word in (("foxes", "fox"), ("bears", "bear")):
         tokenizer = "bpe" if name == "foxes" else str(root / "foxes" / "tokenizer")
         source = str(written(root / f"{name}-text", 24, word))
-        prepare(PrepareConfig((source,), tokenizer=tokenizer, vocab_size=290, shard_bytes=4000), root / name)
+        prepare(PrepareConfig((source,), tokenizer=tokenizer, vocab_size=290), root / name)
     prepare(PrepareConfig((str(root / "foxes-text"),), tokenizer="bytes"), root / "bytes")
     return root
 
@@ -91,7 +90,6 @@ def test_another_end_of_text_makes_other_tokens(monkeypatch, tmp_path):
 def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders):
     for change, message in [
         ("model.vocab_size=288", "ids up to 289, model.vocab_size is 288; set model.vocab_size to at least 290"),
-        ("data.max_bytes=1000", "prepared folders are read as a whole; set data.max_bytes=null"),
         ("data.upsample_length=100000", "has 100000 tokens or more; set data.upsample_length lower"),
         ("data.length=90000", "the validation side of .*foxes has .* less than one row of 90000"),
     ]:

@@ -79,7 +79,7 @@ def _read(prompt: str) -> str:
 
 
 def _lines(path: Path | None) -> Sequence[str]:
-    from diff_transformer.data.corpus import decoded
+    from diff_transformer.data.documents import decoded
 
     assert path is not None
     if not path.is_file():

@@ -4,52 +4,42 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import time
-from collections.abc import Generator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 from diff_transformer.checks import read_json
-from diff_transformer.data.prepare.config import TOKENIZERS, PrepareConfig
-from diff_transformer.data.prepare.engine import SHARD_BYTES, Engine
-from diff_transformer.data.prepare.folder import LOGS, MANIFEST, PLAN, read_manifest, repair_command, verify
-from diff_transformer.data.prepare.run import Progress, prepare
-from diff_transformer.data.prepare.sources import is_url
+from diff_transformer.cli.app import bytes_done
+from diff_transformer.data.datatrove_tasks import LOGS, Engine
+from diff_transformer.data.prepare import PrepareConfig, prepare
+from diff_transformer.data.prepared_folder import MANIFEST, PLAN, read_manifest, repair_command, verify
 
 
 def run_prepare(
-    sources: list[str],
-    out: Path,
-    settings: dict,
-    *,
-    jobs: int | None = None,
-    resume: bool = False,
-    engine: Engine | None = None,
-) -> dict | None:
-    """Prepare ``out`` with a progress bar; return its manifest, or None. Raises as ``run.prepare``.
+    sources: list[str], out: Path, settings: dict[str, Any], *, resume: bool = False, engine: Engine | None = None
+) -> None:
+    """Prepare ``out`` with a progress bar, and print a summary and the command that trains on it.
 
     Args:
         sources: the sources of text; none to continue the preparation in ``out``.
-        settings: fields of ``PrepareConfig``. For None, the default is used, or without sources the setting of ``out``.
-        jobs: number of processes; one a core by default, and without limit on the engines of clusters.
-        engine: as ``run.prepare``; shows no progress.
+        settings: fields of ``PrepareConfig``; None for the default, or without sources for that of ``out``.
+        engine: as ``prepare``; shows no progress.
+
+    Raises:
+        ValueError: no sources and no preparation to continue; and as ``prepare``.
     """
-    if sources and engine is not None:
-        settings = {**settings, "shard_bytes": settings["shard_bytes"] or SHARD_BYTES}
     given = {key: value for key, value in settings.items() if value is not None}
-    config = PrepareConfig(tuple(sources), **given) if sources else _planned(out, given)
-    if engine is None or engine.kind == "local":
-        jobs = jobs or os.cpu_count() or 1
+    config = PrepareConfig(tuple(map(_absolute, sources)), **given) if sources else _planned(out, given)
     if engine is not None:
         print(f"tasks run on {engine.kind}; logs: {out / LOGS}")
-    with nullcontext() if engine is not None or config.tasks else _bar() as show:
-        manifest = prepare(_absolute(config), out, jobs=jobs, resume=resume, progress=show, engine=engine)
+    with nullcontext(lambda read, total: None) if engine is not None else bytes_done("tokenising") as show:
+        manifest = prepare(config, out, resume=resume, progress=show, engine=engine)
     if manifest is None:
         print(f"{'scripts of the jobs' if engine and engine.dry_run else 'submitted; logs'}: {out / LOGS}")
-        return None
+        return
     print(describe(manifest))
-    print(f"prepared: {out}")
-    return manifest
+    print(f"prepared: {out}; to train on it:")
+    print(f"diff-transformer train --recipe novels --set data.corpus={out} --out RUN")
 
 
 def run_verify(folder: Path) -> None:
@@ -58,27 +48,19 @@ def run_verify(folder: Path) -> None:
     Raises:
         ValueError: if something is wrong, with the list of problems and the command that repairs the folder.
     """
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("checking shards"), BarColumn(), MofNCompleteColumn(), TextColumn("left"))
-    with Progress(*columns, TimeRemainingColumn(), transient=True) as bar:
-        task = bar.add_task("")
-        problems = verify(folder, lambda done, total: bar.update(task, completed=done, total=total))
-    if problems:
+    if problems := verify(folder):
         listed = "\n  ".join(problems)
         raise ValueError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
-    print(f"every file of {folder} is what was written")
+    print(f"every file of {folder} is as it was written")
 
 
-def describe(manifest: dict) -> str:
+def describe(manifest: dict[str, Any]) -> str:
     """A summary of a prepared folder: tokens, documents, shards and tokenizer, a line each."""
     lines = []
     for side in ("train", "validation"):
         part = manifest[side]
-        lines.append(
-            f"{side}: {part['tokens']:,} tokens of {part['documents']:,} documents, {part['text_bytes']:,} bytes of "
-            f"text, in {len(part['shards'])} shards"
-        )
+        counts = f"{part['tokens']:,} tokens of {part['documents']:,} documents"
+        lines.append(f"{side}: {counts}, {part['text_bytes']:,} bytes of text")
     left_out = {kind: count for kind, count in manifest["left_out"].items() if count}
     if left_out:
         lines.append("left out: " + ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()))
@@ -87,49 +69,14 @@ def describe(manifest: dict) -> str:
     return "\n".join(lines)
 
 
-def _planned(out: Path, given: dict) -> PrepareConfig:
-    """The config of the preparation in ``out``; raises ValueError if ``given`` differs or there is none."""
-    for name in (MANIFEST, PLAN):
-        if (out / name).exists():
-            plan = read_manifest(out) if name == MANIFEST else read_json(out / name)
-            config = PrepareConfig.from_dict(plan["settings"])
-            different = {key: value for key, value in given.items() if getattr(config, key) != value}
-            if different:
-                raise ValueError(
-                    f"{out} is prepared with other settings than {different}; leave them out to continue it, or "
-                    "choose another folder"
-                )
-            return config
-    raise ValueError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
+def _planned(out: Path, given: dict[str, Any]) -> PrepareConfig:
+    """The config of the preparation in ``out``, with what is given."""
+    if not (out / MANIFEST).exists() and not (out / PLAN).exists():
+        raise ValueError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
+    plan = read_manifest(out) if (out / MANIFEST).exists() else read_json(out / PLAN)
+    return dataclasses.replace(PrepareConfig.from_dict(plan["settings"]), **given)
 
 
-def _absolute(config: PrepareConfig) -> PrepareConfig:
-    """The config with absolute paths, so that the folder can be repaired from any working directory."""
-    paths = [s if s == "python" or s.startswith("hub:") or is_url(s) else os.path.abspath(s) for s in config.sources]
-    given = config.tokenizer  # a folder may be called "bpe"
-    tokenizer = os.path.abspath(given) if given not in TOKENIZERS and Path(given).exists() else given
-    return dataclasses.replace(config, sources=tuple(paths), tokenizer=tokenizer)
-
-
-@contextmanager
-def _bar() -> Generator:
-    from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-    from rich.progress import Progress as Bars
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn(), TextColumn("left"))
-    with Bars(*columns, TimeRemainingColumn(elapsed_when_finished=False)) as bars:
-        task = bars.add_task("choosing the tokenizer", total=None)
-        begun: list[float] = []
-
-        def show(state: Progress) -> None:
-            if not begun:
-                begun.append(time.perf_counter())
-            rate = state.text_bytes / 1e6 / max(time.perf_counter() - begun[0], 1e-9)
-            bars.update(
-                task,
-                completed=state.read,
-                total=state.total or None,
-                description=f"{state.tokens:,} tokens, {rate:.1f} MB/s of text",
-            )
-
-        yield show
+def _absolute(source: str) -> str:
+    """An absolute path, so that the folder can be continued from any working directory."""
+    return source if source == "python" or source.startswith("hub:") else os.path.abspath(source)

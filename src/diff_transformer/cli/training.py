@@ -122,28 +122,21 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 def prepare(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(
-            help='"python", text, .jsonl[.gz|.zst], .parquet, .warc, a folder, tar or URL of them, hub:NAME.'
-        ),
+        typer.Argument(help='"python", text, .jsonl[.gz|.zst], .parquet, a folder of them, hub:NAME.'),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="Folder for the shards; must be new.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="Folder for the tokens; must be new.")] = None,
     tokenizer: Annotated[
         str | None, typer.Option(help="bpe (default), bytes, cl100k, a .tiktoken file, a folder or hub name.")
     ] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
     field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
     validation: Annotated[float | None, typer.Option(help="Held-out share of documents; 0.01 by default.")] = None,
-    shard_mb: Annotated[
-        float | None, typer.Option(help="MB of text per shard; 32 by default, with --engine 1024.")
-    ] = None,
     skip_invalid: Annotated[bool, typer.Option("--skip-invalid", help="Skip rows without text.")] = False,
-    jobs: Annotated[
-        int | None, typer.Option(help="Processes; one per core by default, on slurm and ray one per task.")
+    tasks: Annotated[
+        int | None, typer.Option(help="Parts into which the files are divided; one a file by default, at most 64.")
     ] = None,
     engine: Annotated[str | None, typer.Option(help="Run on datatrove: local, slurm or ray.")] = None,
-    tasks: Annotated[
-        int | None, typer.Option(help="With --engine: parts into which the files are divided; at most one per file.")
-    ] = None,
+    jobs: Annotated[int | None, typer.Option(help="With --engine: tasks at a time.")] = None,
     filters: Annotated[str | None, typer.Option(help="With --engine: gopher, c4, fineweb, by commas.")] = None,
     dedup: Annotated[
         str | None, typer.Option(help="With --engine: minhash drops near duplicates; none by default.")
@@ -155,9 +148,9 @@ def prepare(
     resume: Resume = False,
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
-    """Tokenise text of any size to shards that training maps into memory. --resume continues, and repairs."""
+    """Tokenise text of any size into files that training maps into memory. --resume continues, and repairs."""
     from diff_transformer.cli.prepare import run_prepare, run_verify
-    from diff_transformer.data.prepare.engine import Engine
+    from diff_transformer.data.datatrove_tasks import Engine
 
     quiet()
     if verify is not None:
@@ -169,25 +162,22 @@ def prepare(
         raise ValueError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
         raise ValueError("no folder to write to; give --out FOLDER")
-    if shard_mb is not None and not 0 < shard_mb < float("inf"):
-        raise ValueError(f"--shard-mb is {shard_mb}; give a positive number, such as 32")
+    options = {"jobs": jobs, "address": address, "partition": partition, "time": time, "dry_run": dry_run}
+    if engine is None and any(options.values()):
+        raise ValueError("--jobs, --address, --partition, --time and --dry-run are options of --engine; give it too")
     settings = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
         "field": field,
         "validation": validation,
-        "shard_bytes": None if shard_mb is None else round(shard_mb * 1e6),
         "skip_invalid": skip_invalid or None,
         "tasks": tasks,
         "dedup": dedup,
         "filters": filters and tuple(name.strip() for name in filters.split(",")),
     }
-    options = {"address": address, "partition": partition, "time": time, "dry_run": dry_run}
-    if engine is None and any(options.values()):
-        raise ValueError("--address, --partition, --time and --dry-run are options of an engine; give --engine too")
     chosen = None if engine is None else Engine(engine, **options)
-    with resumable(out, lambda: (out / "finished.jsonl").exists() or any(out.glob("tasks/*.jsonl"))):
-        run_prepare(sources or [], out, settings, jobs=jobs, resume=resume, engine=chosen)
+    with resumable(out, lambda: any(out.glob("tasks/*.json"))):
+        run_prepare(sources or [], out, settings, resume=resume, engine=chosen)
 
 
 @app.command()

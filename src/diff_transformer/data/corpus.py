@@ -10,20 +10,21 @@ from pathlib import Path, PurePosixPath
 from diff_transformer.checks import require_regular
 from diff_transformer.data.documents import (
     ARCHIVE_SUFFIXES,
-    JSON_SUFFIXES,
     TEXT_SUFFIXES,
     VALIDATION_FOLDERS,
     Corpus,
     Document,
     archive_members,
+    decoded,
     held_out_split,
     stable_order,
     tail_split,
     take_bytes,
     without_common_folders,
 )
-from diff_transformer.data.prepare.folder import is_prepared
+from diff_transformer.data.prepared_folder import is_prepared
 from diff_transformer.data.python_library import load_python_library
+from diff_transformer.data.sources import files_of, kind_of
 
 PYTHON_BYTES = 8_000_000
 
@@ -116,18 +117,14 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
 def _accepted(path: Path) -> str:
     """The accepted sources, and the ``prepare`` command if it can read ``path``."""
     names = [path.name, *(inner.name for inner in path.rglob("*"))]
-    rows = any(name.lower().endswith((*JSON_SUFFIXES, ".parquet")) for name in names)
+    rows = any(kind_of(name) in ("lines", "parquet") for name in names)
     return ACCEPTED + (f", or prepare it: `diff-transformer prepare {path} --out FOLDER`" if rows else "")
 
 
 def _folder_files(root: Path) -> Iterator[tuple[str, bytes]]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in sorted(names):
-            relative = (Path(folder) / name).relative_to(root).as_posix()
-            if _is_text(relative):
-                require_regular(Path(folder) / name)
-                yield relative, (Path(folder) / name).read_bytes()
+    for path in files_of(root):
+        if kind_of(path.name) == "text":
+            yield path.relative_to(root).as_posix(), path.read_bytes()
 
 
 def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
@@ -182,17 +179,6 @@ def _split(name: str, files: list[tuple[str, bytes]]) -> Corpus:
 def _documents(name: str, files: list[tuple[str, bytes]]) -> list[Document]:
     documents = [Document(path, decoded(f"{path} in {name}", data)) for path, data in files]
     return [document for document in documents if document.text.strip()]
-
-
-def decoded(name: str, data: bytes) -> str:
-    """UTF-8 text, with or without a BOM; ValueError, which calls it ``name``, for any other."""
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise ValueError(
-            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it with "
-            "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
-        ) from None
 
 
 def _refuse_blank(name: str, documents: list[Document]) -> None:

@@ -37,8 +37,6 @@ TEXT_SUFFIXES = frozenset(
 )
 ARCHIVE_SUFFIXES = (".tar", ".tar.xz", ".txz", ".tar.gz", ".tgz", ".tar.bz2")
 VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
-JSON_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in ("", ".gz", ".zst", ".bz2", ".xz"))
-WARC_SUFFIXES = tuple(kind + packed for kind in (".warc", ".warc.wet") for packed in ("", ".gz"))
 VALIDATION_SHARE = 0.1
 
 
@@ -173,3 +171,14 @@ def archive_members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
         while (missing := archive.offset - stream.tell()) > 0:
             if not stream.read(min(missing, 1 << 16)):
                 raise tarfile.ReadError(f"{member.name} ends {missing:,} bytes early")
+
+
+def decoded(name: str, data: bytes) -> str:
+    """UTF-8 text, with or without a BOM; ValueError, which calls it ``name``, for any other."""
+    try:
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it with "
+            "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
+        ) from None

@@ -12,11 +12,10 @@ import numpy as np
 
 from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.data.prepare.folder import (
+from diff_transformer.data.prepared_folder import (
     DOCUMENT_DTYPE,
     DOCUMENTS,
     SHARDS,
-    SPLITS,
     TOKENS,
     load_prepared_tokenizer,
     read_manifest,
@@ -48,8 +47,8 @@ class Shards:
     """
 
     def __init__(self, folder: Path | str, split: str, *, check: bool = True):
-        if split not in SPLITS:
-            raise ValueError(f"split is {split!r}; accepted: {', '.join(SPLITS)}")
+        if split not in ("train", "validation"):
+            raise ValueError(f"split is {split!r}; accepted: train, validation")
         self.folder, self.split = Path(folder), split
         manifest = read_manifest(folder)
         self.dtype = np.dtype(manifest["dtype"])
@@ -94,7 +93,7 @@ class Shards:
                 yield self._map(number, DOCUMENTS, np.dtype(DOCUMENT_DTYPE)) + self._starts[number]
 
     def _check(self, record: dict) -> None:
-        problem = wrong_size(self._files, record, self.dtype)
+        problem = wrong_size(self._files, record, self.dtype.str)
         if problem:
             raise ValueError(f"{problem}. Repair the folder with `{repair_command(self.folder)}`")
 

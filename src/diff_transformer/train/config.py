@@ -257,6 +257,11 @@ def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     config = RunConfig.from_dict(values)
     if any(key.startswith("model") for key in assigned):
         config.model = checked_model(config.model)
+    if any(key.startswith("data.corp") for key in assigned) and "model.vocab_size" not in assigned:
+        from diff_transformer.train.text import prepared_vocabulary
+
+        if (size := prepared_vocabulary(config.data)) is not None and "vocab_size" in config.model:
+            config.model["vocab_size"] = size  # the folder's tokenizer decides
     return config
 
 

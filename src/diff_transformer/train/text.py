@@ -14,8 +14,8 @@ from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.mixture import RowSource, WeightedCorpora, apportion
 from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.data.prepare.folder import is_prepared, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
+from diff_transformer.data.prepared_folder import is_prepared, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash
 from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.ranks import is_first
@@ -87,6 +87,12 @@ def load_text(
     return Text(corpus, tokenizer, packed, {name: packed}, {name: held_out}, {name: 1.0})
 
 
+def prepared_vocabulary(data: DataConfig) -> int | None:
+    """The vocabulary of the prepared folders that ``data`` names, or None if it names none."""
+    folders = [folder for folder in (*data.corpora, data.corpus) if is_prepared(folder)]
+    return ids_in_rows(load_prepared_tokenizer(folders[0])) if folders else None
+
+
 def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
     key = fingerprint(
         (document.text for document in documents), "tokens", tokenizer_hash(tokenizer), tokenizer.eos_token_id
@@ -95,10 +101,6 @@ def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> np
 
 
 def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size: int) -> Text:
-    if data.max_bytes is not None:
-        raise ValueError(
-            f"data.max_bytes is {data.max_bytes}, and prepared folders are read as a whole; set data.max_bytes=null"
-        )
     tokenizer = _one_tokenizer(data, list(folders), vocab_size)
     parts, held_out = {}, {}
     for name in folders:

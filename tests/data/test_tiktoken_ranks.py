@@ -1,16 +1,15 @@
+"""Vocabularies of tiktoken become tokenizers with the same tokens."""
+
 import base64
 import json
 import random
 
-import numpy as np
 import pytest
 import tiktoken
 import tiktoken_ext.openai_public
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from diff_transformer.data.prepare.workers import Encoder
-from diff_transformer.data.tiktoken_ranks import tiktoken_tokenizer
-from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer
+from diff_transformer.data.tokenizer import load_tokenizer
 
 _PARTS = [*" \n\t\raZ'.,!?-—9٣", "  ", " \n", "\r\n", *"\x0b\x0c\x1c\x85\xa0\u2003\u2028\u3000"]
 _PARTS += ["the", "'s", "'LL", "é", "日本", "ß", "\u0301", "😀", "<|endoftext|>", "\x00", "\ufeff", "12345", " walked"]
@@ -48,56 +47,6 @@ def rank_file(ranks, tmp_path_factory):
     path = tmp_path_factory.mktemp("ranks") / "small.tiktoken"
     path.write_bytes(b"".join(base64.b64encode(token) + f" {rank}\n".encode() for token, rank in ranks.items()))
     return path
-
-
-_GPT2 = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
-
-
-@pytest.mark.parametrize("kind", ["trained", "gpt2", "cl100k", "bytes"])
-def test_looking_words_up_gives_exactly_the_tokens_of_the_library(kind, tokenizer, wild, rank_file):
-    trained = json.loads(tokenizer.backend_tokenizer.to_str())
-    state = {
-        "trained": lambda: json.dumps({**wild, "pre_tokenizer": trained["pre_tokenizer"]}),
-        "gpt2": lambda: json.dumps({**wild, "pre_tokenizer": _GPT2}),
-        "cl100k": lambda: tiktoken_tokenizer(rank_file).backend_tokenizer.to_str(),
-        "bytes": lambda: byte_tokenizer().backend_tokenizer.to_str(),
-    }[kind]()
-    encoder = Encoder(state, "<u2")
-    assert encoder.by_word
-    for text in odd_texts(3000):
-        expected = encoder.backend.encode(text, add_special_tokens=False).ids
-        assert np.frombuffer(encoder.encode(text), "<u2").tolist() == expected, repr(text)
-
-
-def test_the_memory_of_words_is_bounded(tokenizer, monkeypatch):
-    monkeypatch.setattr("diff_transformer.data.prepare.workers.MAX_WORDS", 50)
-    encoder = Encoder(tokenizer.backend_tokenizer.to_str(), "<u4")
-    for number in range(40):
-        text = " ".join(f"word{number * 10 + k}" for k in range(10))
-        expected = encoder.backend.encode(text, add_special_tokens=False).ids
-        assert np.frombuffer(encoder.encode(text), "<u4").tolist() == expected
-        assert len(encoder._words) <= 50
-        assert len(encoder._words._older) <= 50
-    kept = len(encoder._words)
-    encoder.encode("x" * 1000)
-    assert len(encoder._words) == kept, "long words are kept"
-
-
-def test_a_tokenizer_that_may_cross_spaces_is_called_with_the_whole_text(tokenizer):
-    state = json.loads(tokenizer.backend_tokenizer.to_str())
-    split = state["pre_tokenizer"]["pretokenizers"][0]
-    for change in (
-        {"normalizer": json.loads(normalizers.NFC().__getstate__())},
-        {"pre_tokenizer": None},
-        {"pre_tokenizer": {**state["pre_tokenizer"], "pretokenizers": [{**split, "pattern": {"Regex": ".+"}}]}},
-        {"added_tokens": [{**state["added_tokens"][0], "special": False}]},
-    ):
-        assert not Encoder(json.dumps({**state, **change}), "<u2").by_word
-    unsplit = {**state["pre_tokenizer"], "pretokenizers": [state["pre_tokenizer"]["pretokenizers"][1]]}
-    encoder = Encoder(json.dumps({**state, "pre_tokenizer": unsplit}), "<u2")
-    assert not encoder.by_word
-    text = "river mountain letter"
-    assert np.frombuffer(encoder.encode(text), "<u2").tolist() == encoder.backend.encode(text).ids
 
 
 def small_cl100k(ranks, monkeypatch):

@@ -1,1 +1,0 @@
-"""Text of any size to memory-mapped shards of tokens: ``prepare``, and what it is made of."""

@@ -1,0 +1,282 @@
+"""Prepared folders: worked by hand, killed and resumed, damaged and repaired, refused."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from filelock import FileLock
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
+
+from diff_transformer.cli.prepare import run_prepare
+from diff_transformer.data import prepare as prepare_module
+from diff_transformer.data.prepare import PrepareConfig, pieces, prepare
+from diff_transformer.data.prepared import Shards
+from diff_transformer.data.prepared_folder import load_prepared_tokenizer, read_manifest, verify
+from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
+from diff_transformer.durable import DiskError
+
+END = 256
+
+
+@pytest.fixture
+def rows(tmp_path):
+    """Four files of ten rows of 100 bytes or so: four tasks."""
+    for f in range(4):
+        texts = [f"row {f} {i}: " + f"word{i} " * (12 + i % 3) for i in range(10)]
+        (tmp_path / "in").mkdir(exist_ok=True)
+        (tmp_path / "in" / f"{f}.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes", validation=0.2)
+
+
+def content(folder):
+    """Every file with its bytes."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def test_shards_worked_by_hand(tmp_path):
+    for name, text in {"train/a.txt": "ab\n", "train/b.txt": "é", "val/d.txt": "hi"}.items():
+        (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "in" / name).write_text(text)
+    manifest = prepare(PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes", tasks=2), tmp_path / "out")
+    shards = tmp_path / "out" / "shards"
+    assert np.fromfile(shards / "train-00000.tokens", "<u2").tolist() == [*b"ab\n", END]
+    assert np.fromfile(shards / "train-00001.tokens", "<u2").tolist() == [*"é".encode(), END]
+    assert np.fromfile(shards / "train-00001.documents", "<i8").tolist() == [0]
+    assert np.fromfile(shards / "validation-00000.tokens", "<u2").tolist() == [*b"hi", END]
+    assert np.fromfile(shards / "validation-00001.tokens", "<u2").tolist() == []
+    assert {key: manifest["train"][key] for key in ("tokens", "documents", "text_bytes")} == {
+        "tokens": 7, "documents": 2, "text_bytes": 5,
+    }  # fmt: skip
+    assert manifest["tokenizer"] == {"hash": tokenizer_hash(byte_tokenizer()), "size": 258, "end_of_text": END}
+    assert manifest == read_manifest(tmp_path / "out")
+    assert verify(tmp_path / "out") == []
+    assert Shards(tmp_path / "out", "train")[:].tolist() == [*b"ab\n", END, *"é".encode(), END]
+
+
+def test_a_long_document_is_cut_where_a_word_begins(monkeypatch):
+    monkeypatch.setattr(prepare_module, "_PIECE", 50)
+    text = "some words, of a text " * 40
+    found = pieces(text)
+    assert "".join(found) == text
+    assert all(25 < len(piece) <= 50 for piece in found[:-1])
+    assert all(piece[0] == " " for piece in found[1:])
+    assert pieces("x" * 120) == ["x" * 50, "x" * 50, "x" * 20]
+
+
+def test_a_tokenizer_is_trained_on_the_training_side_and_saved(tmp_path, documents, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_PIECE", 500)
+    for number, document in enumerate(documents):
+        (tmp_path / f"{number}.txt").write_text(document.text)
+    out = tmp_path / "out"
+    prepare(PrepareConfig((str(tmp_path),), vocab_size=400, sample_characters=40_000, validation=0.3), out)
+    tokenizer, tokens = load_prepared_tokenizer(out), Shards(out, "train")
+    assert len(tokenizer) == 400
+    starts = [*np.concatenate(list(tokens.document_starts())), len(tokens)]
+    found = [tokens[a:b].tolist() for a, b in pairwise(starts)]
+    assert len(found) == tokens.num_documents >= 2
+    texts = [document.text for document in documents]
+    for ids in found:
+        assert ids[-1] == tokenizer.eos_token_id
+        text = str(tokenizer.decode(ids[:-1]))
+        assert text in texts
+        assert encode(tokenizer, text).tolist() == ids[:-1]
+
+
+def test_wide_vocabularies_get_wide_integers(tmp_path, rows):
+    state = json.loads(byte_tokenizer().backend_tokenizer.to_str())
+    state["model"]["vocab"] |= {f"token{n}": 258 + n for n in range(1 << 16)}
+    backend = Tokenizer.from_str(json.dumps(state))
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>").save_pretrained(tmp_path / "wide")
+    prepare(dataclasses.replace(rows, tokenizer=str(tmp_path / "wide")), tmp_path / "out")
+    assert Shards(tmp_path / "out", "train").dtype == np.uint32
+    assert bytes(Shards(tmp_path / "out", "train")[:3].tolist()) == b"row"
+
+
+def test_progress_counts_the_bytes_of_the_input(tmp_path, rows):
+    seen = []
+    prepare(rows, tmp_path / "out", progress=lambda read, total: seen.append((read, total)))
+    size = sum(path.stat().st_size for path in (tmp_path / "in").iterdir())
+    assert seen[-1] == (size, size)
+    assert [read for read, _ in seen] == sorted(read for read, _ in seen)
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_after_a_stop_at_any_moment_resuming_gives_the_same_bytes(tmp_path, rows, monkeypatch):
+    """Files appear by rename. The process stops before the first rename, before the second, and so on."""
+    prepare(rows, tmp_path / "whole")
+    whole, replace, moment = content(tmp_path / "whole"), os.replace, 0
+    while True:
+        out, count, ranks = tmp_path / f"out{moment}", [0], []
+
+        def stopping(source, target, count=count, moment=moment):
+            count[0] += 1
+            if count[0] > moment:
+                raise Killed
+            replace(source, target)
+
+        monkeypatch.setattr(os, "replace", stopping)
+        try:
+            prepare(rows, out)
+            break
+        except Killed:
+            monkeypatch.setattr(os, "replace", replace)
+        assert not (out / "manifest.json").exists()
+        finished = len([*out.glob("tasks/*.json")])
+        write = prepare_module.write_task
+        with monkeypatch.context() as patch:
+            patch.setattr(prepare_module, "write_task", lambda *a, r=ranks, write=write: r.append(a[2]) or write(*a))
+            prepare(rows, out, resume=True)
+        assert content(out) == whole, moment
+        assert len(ranks) == 4 - finished
+        moment += 1
+    assert moment > 4 * 5
+
+
+def test_a_killed_command_goes_on(tmp_path):
+    for f in range(6):
+        lines = (json.dumps({"text": f"row {f} {i} " + f"word{i} " * 300}) for i in range(400))
+        (tmp_path / f"{f}.jsonl").write_text("".join(line + "\n" for line in lines))
+    command = [sys.executable, "-m", "diff_transformer", "prepare", str(tmp_path), "--tokenizer", "bytes", "--out"]
+    out = tmp_path / "out"
+    running = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while len([*out.glob("tasks/*.json")]) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    running.kill()
+    running.wait()
+    with pytest.raises(FileExistsError, match=r"holds a preparation; continue or repair it \(--resume\)"):
+        prepare(PrepareConfig((str(tmp_path),), tokenizer="bytes"), out)
+    run_prepare([], out, {}, resume=True)
+    config = PrepareConfig(tuple(str(tmp_path / f"{f}.jsonl") for f in range(6)), tokenizer="bytes")
+    prepare(config, tmp_path / "whole")
+    assert {n: c for n, c in content(out).items() if n.startswith("shards")} == {
+        n: c for n, c in content(tmp_path / "whole").items() if n.startswith("shards")
+    }
+
+
+def test_the_command_says_what_was_made_and_what_comes_next(tmp_path, rows, capsys):
+    run_prepare(["python"], tmp_path / "out", {"vocab_size": 300})
+    said = capsys.readouterr().out
+    assert "validation: " in said
+    assert f"diff-transformer train --recipe novels --set data.corpus={tmp_path / 'out'} --out RUN" in said
+
+
+@pytest.mark.parametrize("ending", [".tokens", ".documents"])
+def test_a_truncated_or_missing_shard_is_named_and_repaired(tmp_path, rows, ending):
+    out = tmp_path / "out"
+    prepare(rows, out)
+    whole, path = content(out), out / "shards" / f"train-00001{ending}"
+    for damage in (lambda: os.truncate(path, 10), path.unlink):
+        damage()
+        with pytest.raises(ValueError, match=rf"train-00001{ending} .*Repair the folder with `diff-tr"):
+            Shards(out, "train")
+        assert len(verify(out)) == 1
+        run_prepare([], out, {}, resume=True)
+        assert content(out) == whole
+
+
+def test_a_changed_byte_is_found_and_repaired(tmp_path, rows):
+    out = tmp_path / "out"
+    prepare(rows, out)
+    whole, path = content(out), out / "shards" / "train-00002.tokens"
+    data = bytearray(path.read_bytes())
+    data[6] ^= 1
+    path.write_bytes(data)
+    (problem,) = verify(out)
+    assert "train-00002.tokens has checksum" in problem
+    prepare(rows, out, resume=True)
+    assert content(out) == whole
+
+
+def test_a_repair_does_not_take_text_that_changed(tmp_path, rows):
+    out = tmp_path / "out"
+    prepare(rows, out)
+    (out / "shards" / "train-00001.tokens").unlink()
+    source = tmp_path / "in" / "1.jsonl"
+    source.write_text(source.read_text().replace("row 1 0: word0", "row 1 0: WORD0"))
+    with pytest.raises(ValueError, match=r"a file of .*out has changed though its name and size have not; restore it"):
+        prepare(rows, out, resume=True)
+    source.write_text(source.read_text().replace("row 1 0: WORD0", "row 1 0: word0"))
+    prepare(rows, out, resume=True)
+    assert verify(out) == []
+
+
+def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
+    out = tmp_path / "out"
+    prepare(rows, out)
+    for change, message in [
+        ({"validation": 0.3}, r"settings\.validation: 0\.2 against 0\.3"),
+        ({"tokenizer": "bpe"}, r"settings\.tokenizer: 'bytes' against 'bpe'"),
+    ]:
+        with pytest.raises(ValueError, match=rf"with other settings or files \(there against here\):\n  {message}"):
+            prepare(dataclasses.replace(rows, **change), out, resume=True)
+    (tmp_path / "in" / "new.jsonl").write_text('{"text": "new"}\n')
+    with pytest.raises(ValueError, match="files: "):
+        prepare(rows, out, resume=True)
+
+
+def test_nothing_is_written_over(tmp_path, rows):
+    prepare(rows, tmp_path / "out")
+    before = content(tmp_path / "out")
+    with pytest.raises(
+        FileExistsError, match=r"holds a preparation; continue or repair it \(--resume\), or choose ano"
+    ):
+        prepare(rows, tmp_path / "out")
+    assert content(tmp_path / "out") == before
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "thesis.txt").write_text("years of work")
+    for resume in (False, True):
+        with pytest.raises(FileExistsError, match="own holds something else; choose another folder"):
+            prepare(rows, tmp_path / "own", resume=resume)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DiskError, match="file is a file; choose another --out"):
+        prepare(rows, tmp_path / "file" / "out")
+
+
+def test_two_at_work_in_one_folder_is_refused(tmp_path, rows):
+    (tmp_path / "out").mkdir()
+    with (
+        FileLock(tmp_path / "out" / ".lock"),
+        pytest.raises(RuntimeError, match=r"another process is preparing .*out;"),
+    ):
+        prepare(rows, tmp_path / "out")
+
+
+def test_bad_settings_and_text_are_one_sentence(tmp_path, rows):
+    for change, message in [
+        ({"validation": 1.0}, "validation is 1.0; give a share between 0 and 1"),
+        ({"vocab_size": 0}, "vocab_size is 0; it must be positive"),
+        ({"tasks": 9}, "tasks is 9, and the sources have 4 files, which are not divided; give fewer"),
+        ({"filters": ("gofer",)}, "no filter 'gofer'.*did you mean 'gopher'"),
+        ({"filters": ("gopher",)}, "filters and deduplication need an engine; give --engine local, slurm or ray"),
+        ({"dedup": "minhsh"}, "dedup is 'minhsh'; give minhash"),
+        ({"tokenizer": "/nowhere"}, "no tokenizer at '/nowhere'"),
+        ({"field": "body"}, "row 1 has no field 'body' but 'text'; give --field"),
+        ({"validation": 1e-9}, "the validation side has none of the 40 documents .*; give more text, a larger --valid"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            prepare(dataclasses.replace(rows, **change), tmp_path / f"out-{len(message)}")
+    with pytest.raises(ValueError, match=r"no source of text; give at least one, or the --out of a preparation"):
+        run_prepare([], tmp_path / "none", {}, resume=True)
+
+
+def test_a_folder_that_is_not_complete_is_refused(tmp_path, rows, monkeypatch):
+    monkeypatch.setattr(prepare_module, "_finish", lambda *_: None)
+    prepare(rows, tmp_path / "out")
+    with pytest.raises(
+        ValueError, match=r"out is not complete; continue with `diff-transformer prepare --out .*out --re"
+    ):
+        read_manifest(tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match=r"is not a prepared folder: it has no manifest.json"):
+        read_manifest(tmp_path)
