@@ -76,7 +76,7 @@ def test_outliers_and_gradients(kind):
     lm = CausalLM(model, byte_tokenizer(), kind)
     largest = evaluate_outliers(lm, ids).metrics
     assert largest["logits_top1"] >= largest["logits_top2"] > 0
-    flow = evaluate_gradient_flow(lm, ids, gradient_flow.Settings(trials=1)).metrics
+    flow = evaluate_gradient_flow(lm, ids, gradient_flow.Settings()).metrics
     assert flow["model_q"] > 0
     assert flow["init_ratio_v"] > 0
     one_map = ("softmax", "softmax_norm", "gated")

@@ -55,7 +55,6 @@ def scaling(ours=("diff", 0.9), **provenance) -> dict:
 
 def gradients(model: str, kinds: str, **provenance) -> dict:
     metrics = {f"model_{k}_layer{i}": 0.01 * (i + 1) for k in kinds.split() for i in range(2)}
-    metrics |= {"error_w_o": 1e-15, "error_w_q1": 3e-15}
     if provenance:
         metrics |= {f"init_{a}_{k}_layer0": 0.02 for a in ("diff", "softmax") for k in "qkvo"}
         metrics |= {f"init_ratio_{k}": 1.5 for k in "qkvo"}
@@ -228,13 +227,9 @@ def test_scaling_of_other_models_has_their_names():
     assert not re.search(r"ahead[\w ]*</span>", page)
 
 
-def test_gradients_tell_errors_and_ratios():
+def test_gradients_tell_ratios():
     page = visible(render_evals_page(load_evals(EVERYTHING)))
-    assert "largest relative error 3e−15." in page
     assert "W_Q 1.50, W_K 1.50, W_V 1.50, W_O 1.50" in page
-    bad = gradients("ours", "q k v o")
-    bad["metrics"]["error_w_v"] = 0.1
-    assert "Alarm" in visible(render_evals_page(load_evals([bad])))
 
 
 def test_the_record_of_a_run_stands_for_its_experiments(tmp_path):

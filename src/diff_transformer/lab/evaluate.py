@@ -47,7 +47,7 @@ EXPERIMENTS = {  # in the order of the paper
     "quantization": "Figure 8: quantised attention logits",
     "associative_recall": "Table 6: loss where the context can be recalled, and elsewhere",
     "ablation": "Table 6: its seven rows, trained at any scale",
-    "gradient_flow": "Appendix F: gradients in closed form, and their magnitudes in the pair",
+    "gradient_flow": "Appendix F: magnitudes of gradients, in a model and in its pair",
 }
 _MODULES = {"associative_recall": "repeat_loss"}  # where the name is another
 STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/

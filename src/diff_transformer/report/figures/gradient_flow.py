@@ -48,7 +48,7 @@ def build(results: Results) -> Figure | None:
         "layers, large marks their mean. The appendix derives that DIFF's gradients equal those of softmax "
         "attention up to constants, so that a Transformer's hyperparameters carry over.",
         body=panels(*shown) + (legend() if pair_only else legend_of([*models, *start])),
-        findings=[_errors(models), *_ratios(paired)],
+        findings=_ratios(paired),
         paper=SAID["gradient_flow"],
         data=_data(models),
         folded=bool(results.about),
@@ -77,14 +77,6 @@ def _chart(
         digits=None,
         names=names,
     )
-
-
-def _errors(models: list[Series]) -> Finding | None:
-    errors = [one.mean(name) or 0.0 for one in models for name in one.names() if name.startswith("error_")]
-    if not errors:
-        return None
-    text = f"Closed forms against automatic differentiation in fp64: largest relative error {number(max(errors))}."
-    return Finding("note" if max(errors) < 1e-9 else "alarm", text)
 
 
 def _ratios(paired: Series | None) -> list[Finding | None]:
