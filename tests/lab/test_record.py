@@ -240,5 +240,18 @@ def test_records_of_several_sources_are_one_for_each_model(tmp_path):
         ("diff", ["needle", "outliers"]), ("softmax", ["needle"]),
     ]  # fmt: skip
     assert load_records() == []
+
+
+def test_data_seeds_in_files_and_in_folders_give_one_answer(tmp_path):
+    for name, seed, value in (("a/0", 0, 0.5), ("a/1", 1, 0.6), ("b/2", 2, 1.0)):
+        measured("tiny", seed, value).save(tmp_path / f"{name}.json")
+    files = [tmp_path / f"{name}.json" for name in ("a/0", "a/1", "b/2")]
+    (one,), (two,), (three,) = load_records(*files), load_records(tmp_path / "a", tmp_path / "b"), load_all(tmp_path)
+    assert one == two == three
+    assert one.metrics["needle"]["n1_r1"] == pytest.approx(0.7)
+
+
+def test_a_source_without_a_record_is_refused(tmp_path):
+    Record("a", "diff", 0, metrics={"needle": {"x": 1.0}}).save(tmp_path / "needle.json")
     with pytest.raises(RecordError):
         load_records(tmp_path / "needle.json", tmp_path / "nothing.json")

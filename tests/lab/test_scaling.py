@@ -215,6 +215,17 @@ def test_a_folder_of_a_study_is_a_table(tmp_path):
         read_runs([tmp_path])
 
 
+def test_a_comparison_that_is_not_finished_is_a_table_of_its_models_alone(tmp_path):
+    """Not of the small models of recall."""
+    (tmp_path / "compare.json").write_text('{"config": {"name": "demo"}}')
+    model = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256}
+    config = {"model": model, "data": {"length": 100}, "train": {"batch_size": 1}}
+    for place, loss in (("members", 3.0), ("recall", 0.1)):
+        curves = {"validation": {"step": [0, 100], "loss": [6.0, loss]}}
+        Record("demo", "diff", 0, config, curves=curves).save(tmp_path / place / "diff-seed0" / "record.json")
+    assert {run.loss for run in read_runs([tmp_path])} == {3.0}
+
+
 def test_missing_tables(tmp_path):
     with pytest.raises(FileNotFoundError, match="no table of runs at"):
         read_runs([tmp_path / "no.csv"])

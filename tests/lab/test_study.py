@@ -71,6 +71,11 @@ def test_a_side_may_be_a_variant_of_equal_cost(texts):
     assert (spec.key, spec.config.train.seed) == ("a/mine-seed7", 7)
 
 
+def test_seeds_may_come_from_a_generator(texts):
+    stage = Stage({"a": tiny(texts)}, {"diff": PAIR["diff"]}, (seed for seed in (3, 4)))
+    assert [spec.seed for spec in stage.specs({})] == [spec.seed for spec in stage.specs({})] == [3, 4]
+
+
 def test_a_plan_of_a_user_is_named_by_its_file(texts, tmp_path):
     sweep, main = load_stages(str(EXAMPLE), str(texts))
     assert len(sweep.specs({})) == 3 * 3

@@ -270,7 +270,7 @@ def load_records(*sources: Path | str) -> list[Record]:
     Raises:
         RecordError: if a source does not exist, is not JSON or holds no record.
     """
-    return averaged(merged(record for source in sources for record in load_all(source)))
+    return averaged(merged(record for source in sources for record in _read(Path(source))))
 
 
 def load_all(source: Path | str) -> list[Record]:
@@ -281,13 +281,17 @@ def load_all(source: Path | str) -> list[Record]:
     Raises:
         RecordError: if there is no such file, or if it is not JSON or holds no record.
     """
-    source = Path(source)
+    return load_records(source)
+
+
+def _read(source: Path) -> list[Record]:
+    """The records of a file or a folder, each as it was written."""
     if (source / "compare.json").exists() and (source / "members").is_dir():
         return comparison_records(source)
     if source.is_dir() and (source / "results.json").exists():
         source = source / "results.json"
     if not source.is_dir():
-        return averaged(records_of(read_json(source), source))
+        return records_of(read_json(source), source)
     found: list[Record] = []
     for path in files_of(source):
         try:
@@ -297,7 +301,7 @@ def load_all(source: Path | str) -> list[Record]:
                 raise
     if not found:
         raise RecordError(f"{source} holds no record; write some with `diff-transformer compare`, `study` or `eval`")
-    return averaged(merged(found))
+    return found
 
 
 def files_of(folder: Path) -> list[Path]:

@@ -61,18 +61,20 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
 def _from_folder(path: Path) -> list[Run]:
     comparisons = sorted(path.rglob("results.json"))
     homes = {file.parent for file in comparisons}
+    unfinished = sorted({file.parent for file in path.rglob("compare.json")} - homes)
+    homes |= {*unfinished}
     studies = [
         folder
         for folder in sorted({file.parent for file in path.rglob(FILE)})
         if "sweep" not in folder.relative_to(path).parts and not homes & {*folder.parents}
     ]
-    if not comparisons and not studies:
+    if not comparisons and not unfinished and not studies:
         raise ValueError(
             f"{path} holds no results.json of a comparison and no record of a study's run; give a folder of them, or a "
             "table (.csv, .json)"
         )
     found = [run for file in comparisons for run in _from_json(file)]
-    return found + [run for folder in studies for run in _from_study(folder)]
+    return found + [run for folder in [*unfinished, *studies] for run in _from_study(folder)]
 
 
 def canonical(model: str) -> str:

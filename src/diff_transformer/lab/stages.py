@@ -52,6 +52,7 @@ class Stage:
     score: Callable[[Record], float] | None = None
 
     def __post_init__(self):
+        object.__setattr__(self, "seeds", tuple(self.seeds))
         rates = self.rates.values() if isinstance(self.rates, Mapping) else [self.rates]
         if "{rate" in self.folder and any(isinstance(rate, str) for rate in rates):
             raise ValueError(f"folder is {self.folder!r}, and a sweep is yet to choose a rate; leave {{rate}} out")
