@@ -1,5 +1,8 @@
 """Experiments that look into attention, on a small model of every variant."""
 
+import base64
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,6 +11,7 @@ from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import gradient_flow, quantization
 from diff_transformer.evals.attention_tap import AttentionCall, changed_logits, tapped_attention
+from diff_transformer.evals.explorer import attention_entry
 from diff_transformer.evals.gradient_flow import attention_weights, evaluate_gradient_flow
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM
@@ -106,3 +110,21 @@ def test_quantised_logits_and_likelihoods(kind):
         whole = lm.model(torch.tensor([prompt + ending])).logits.log_softmax(-1)[0]
         expected = sum(whole[len(prompt) - 1 + i, token] for i, token in enumerate(ending))
         assert float(value) == pytest.approx(expected.item(), abs=1e-3)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in VARIANTS if kind != "dint"])
+def test_the_explorer_shows_maps_that_subtract_to_the_models_own(kind):
+    """To the rounding of 8 bits; DINT has a third map."""
+    model, ids = make(kind), tokens(1, 12) % 256
+    entry = attention_entry(CausalLM(model, byte_tokenizer(), kind), ids[0].numpy(), title="")
+    shape = entry["layers"], entry["heads"], 12, 12
+
+    def decoded(name):
+        coded = np.frombuffer(base64.b64decode(entry[name]), np.uint8).astype(float)
+        return torch.from_numpy((coded / 255) ** 2).view(shape)
+
+    shown = decoded("first")
+    if "second" in entry:
+        shown = shown - torch.tensor(entry["lambda"])[:, None, None, None] * decoded("second")
+    exact = torch.cat(model(ids, output_attentions=True).attentions)
+    torch.testing.assert_close(shown.float(), exact, atol=0.02, rtol=0)

@@ -83,7 +83,7 @@ def attention_entry(
 
     def keep(call: AttentionCall):
         maps = call.maps()
-        first.append(maps[0][0])
+        first.append((maps[0] if call.first is None else call.first * maps[0])[0])
         if call.lam is not None:
             subtracted, factor = _subtracted(call.lam, maps)
             second.append(subtracted)
