@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, default=10**9, help="compile so many kernels only")
     given = parser.parse_args(arguments)
     os.environ.pop("TRITON_INTERPRET", None)
-    os.environ |= {"TRITON_CACHE_DIR": str(FOLDER), "DIFF_TRANSFORMER_TUNE": "0"}
+    os.environ["TRITON_CACHE_DIR"] = str(FOLDER)
     FOLDER.mkdir(parents=True, exist_ok=True)
     context, began = multiprocessing.get_context("spawn"), time.monotonic()
     workers = [

@@ -11,15 +11,13 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Generator, Iterable
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Generator, Iterable
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
 
 # Endings of names: of unfinished files, of a folder until the new one has its name, and of what is about to be removed.
 PARTIAL, REPLACED, OLD = ".partial", ".replaced", ".old"
 _NO_ROOM = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-Found = TypeVar("Found")
 _OVERHEAD = 1.02  # room for headers, alignment and the manifest, relative to the tensors
 
 
@@ -132,34 +130,6 @@ def read_lines(path: Path) -> list[dict]:
         if isinstance(entry, dict):
             entries.append(entry)
     return entries
-
-
-def once(
-    path: Path | None, read: Callable[[], Found | None], make: Callable[[bool], Found], *, seconds: float = -1
-) -> Found:
-    """What ``read`` finds, else what ``make`` makes: of several processes one makes it, and the others read it.
-
-    Args:
-        path: of what is kept, beside which the lock lies; None for no lock.
-        read: what is kept already, or None.
-        make: makes it, and keeps it if it can; is told whether this process holds the lock. Where the file system has
-            no locks, or the lock is not free in time, each process makes its own.
-        seconds: to wait for the lock; without limit if negative.
-    """
-    found = read()
-    if found is not None:
-        return found
-    with ExitStack() as held:
-        locked = False
-        if path is not None:
-            from filelock import FileLock
-
-            with suppress(OSError, NotImplementedError, RuntimeError):  # filelock's time-out is an OSError
-                path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-                held.enter_context(FileLock(path.with_suffix(".lock"), timeout=seconds))
-                locked = True
-            found = read()  # another process may have made it meanwhile
-        return make(locked) if found is None else found
 
 
 def flush_tree(path: Path) -> None:

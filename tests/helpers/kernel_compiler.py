@@ -307,8 +307,7 @@ def without_timed_spills(compiled: Compiled, launch: Description) -> Compiled:
     from diff_transformer.ops.triton.tile_sizes import HOPPER_TIMED
 
     given, name = launch.constexprs, launch.kernel.partition(":")[2]
-    kernels = {"forward_kernel": "forward", "bwd_dq_kernel": "dq"}
-    kernels["bwd_dkdv_kernel"] = "one_pass" if given.get("ONE_PASS") else "dkdv"
+    kernels = {"forward_kernel": "forward", "bwd_dq_kernel": "dq", "bwd_dkdv_kernel": "dkdv"}
     entry = HOPPER_TIMED[kernels[name]].get((given["D"], given["DV"])) if name in kernels else None
     if compiled.capability != 90 or entry is None:
         return compiled

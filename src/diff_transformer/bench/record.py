@@ -35,7 +35,6 @@ def machine(device: str) -> dict:
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
         "triton": version_of("triton"),
-        "flash_attn": version_of("flash_attn"),
         "nvidia_smi": smi(),
     }
 

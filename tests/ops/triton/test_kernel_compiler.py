@@ -36,9 +36,11 @@ GOOD = Compiled(
     tensor_columns=0, num_warps=4, wgmma=8, mma=0, products=(), wgmma_serialized=False, unguarded_arrivals=0,
 )  # fmt: skip
 COMBINE = "diff_transformer.ops.triton.decode_kernels:decode_combine_kernel"
-SIGNATURE = {"partial": "*fp32", "lam_at": "*fp32", "out": "*bf16", "lam_strides": ("i32", "i32:16", 1)}
+STRIDES = ("i32", "i32:16", 1)
+SIGNATURE = {"partial": "*fp32", "lam_at": "*fp32", "first_at": "*fp32", "out": "*bf16"}
+SIGNATURE |= {"lam_strides": STRIDES, "first_strides": STRIDES}
 SIGNATURE |= dict.fromkeys(("splits", "all_rows", "H", "T"), "i32")
-CONSTANTS = {"DV": 64, "COLUMNS": 64, "SPLITS_PAD": 8}
+CONSTANTS = {"DV": 64, "COLUMNS": 64, "SPLITS_PAD": 8, "WEIGHTED": False}
 
 
 def test_limits_of_the_chips():
@@ -123,7 +125,7 @@ def test_another_chip_than_it_was_compiled_for():
 
 def test_a_spill_is_seen():
     """32 splits of 256 columns in one warp: 256 values a thread, which has 255 registers."""
-    wide = {"DV": 256, "COLUMNS": 256, "SPLITS_PAD": 32}
+    wide = {"DV": 256, "COLUMNS": 256, "SPLITS_PAD": 32, "WEIGHTED": False}
     assert compile_in_subprocess(COMBINE, SIGNATURE, wide, capability=80, num_warps=1).spill_bytes > 0
     assert compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS, capability=80).spill_bytes == 0
 
@@ -220,7 +222,7 @@ def test_a_product_that_warps_repeat_is_seen():
 
 def test_errors_come_back():
     with pytest.raises(RuntimeError, match=r"decode_combine_kernel does not compile .* without type or value: DV"):
-        compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "SPLITS_PAD": 8}, capability=80)
+        compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "SPLITS_PAD": 8, "WEIGHTED": False}, capability=80)
     with pytest.raises(RuntimeError, match="in both dicts: splits"):
         compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"splits": 3}, capability=80)
     with pytest.raises(RuntimeError, match="it does not have: Slices"):
