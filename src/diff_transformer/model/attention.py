@@ -8,6 +8,7 @@ between them differs. Legend: B batch, T queries, S keys, d head width, dv width
 import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,16 +67,10 @@ class Attention(nn.Module):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
         """The attention of layer ``layer_idx`` of a model; the models of a pair differ only in the core."""
-        variant = config.variant
-        core = (DintCore if variant.means else AttentionCore)(
-            variant,
-            config.hidden_size,
-            config.heads,
-            layer_idx,
-            backend=attention_backend(config),
-            window=config.sliding_window,
-            norm_eps=config.head_norm_eps or config.rms_norm_eps,
-        )
+        variant, eps = config.variant, config.head_norm_eps or config.rms_norm_eps
+        options: Any = {"backend": attention_backend(config), "window": config.sliding_window, "norm_eps": eps}
+        kind = DintCore if variant.means else AttentionCore
+        core = kind(variant, config.hidden_size, config.heads, layer_idx, **options)
         return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
 
     def forward(

@@ -101,7 +101,7 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
             unknown kind, or a ``lambda_init`` that gives the second map no gradient.
     """
     check_attention(kind, KINDS)
-    _check_lambda_init(kind, lambda_init)
+    check_start(kind, lambda_init)
     parts = read(model)
     dropout = max(_dropout(part.module) for part in parts)
     if dropout:
@@ -126,7 +126,7 @@ def restore(model: PreTrainedModel) -> None:
             f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
             f"with the kinds {', '.join(KINDS)}; update the package"
         )
-    _check_lambda_init(entry["kind"], entry.get("lambda_init"))
+    check_start(entry["kind"], entry.get("lambda_init"))
     double(model, [_read(path, x) for path, x in _attentions(model) if not hasattr(x, LAMBDA)])
 
 
@@ -440,7 +440,8 @@ def _dropout(module: Any) -> float:
     return float(getattr(rate, "p", rate) or 0.0)
 
 
-def _check_lambda_init(kind: str, value: Any) -> None:
+def check_start(kind: str, value: Any) -> None:
+    """Raise ValueError for a lambda at which a converted model cannot start."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not 0 < value < 1:
         raise ValueError(

@@ -235,7 +235,7 @@ def test_a_llama_in_memory(randomise, ids):
         ({"attention": "softmax"}, {"lambda_init": 0.0}, "lambda_init is 0.0; .* at 0 the second map has no gradient"),
         ({"attention": "softmax"}, {"lambda_init": 1}, "lambda_init is 1; give a number between 0 and 1"),
         ({"attention": "softmax"}, {"lambda_init": float("nan")}, "lambda_init is nan"),
-        ({"attention": "softmax"}, {"lambda_init": "depth"}, "lambda_init is depth"),
+        ({"attention": "softmax"}, {"lambda_init": "depth"}, "lambda_init is 'depth'"),
         ({"attention": "softmax"}, {"attention": "dint"}, "attention is 'dint'; accepted: 'diff', 'diff_v2'"),
     ],
 )

@@ -10,7 +10,6 @@ With c = 1/2 every factor is a power of two, so even bf16 weights are scaled wit
 """
 
 import copy
-import math
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from diff_transformer.model.convert.plan import (
     without,
 )
 from diff_transformer.model.cost import model_cost
+from diff_transformer.model.differentiate import check_start
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 HALF = 0.5
@@ -74,11 +74,7 @@ def to_diff(config: DiffTransformerConfig, *, lambda_init: float = HALF, seed: i
         ValueError: for a model without softmax attention, or a ``lambda_init`` that gives the second map no gradient.
     """
     _check(config)
-    if not isinstance(lambda_init, int | float) or not (math.isfinite(lambda_init) and 0 < lambda_init < 1):
-        raise ValueError(
-            f"lambda_init is {lambda_init}; give a number between 0 and 1, neither of them: at 0 the second map has no "
-            "gradient, and at 1 nothing is left of two equal maps"
-        )
+    check_start("diff", lambda_init)
     assert config.num_key_value_heads is not None  # set by the configuration itself
     target = copy.deepcopy(config)
     target.attention, target.lambda_init, target.lambda_learned = "diff", float(lambda_init), True
