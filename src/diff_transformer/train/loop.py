@@ -302,7 +302,7 @@ class Run:
 def deterministic_algorithms(wanted: bool) -> Generator[None]:
     """Context manager in which PyTorch's operators repeat bit for bit, if ``wanted``; it warns where one cannot.
 
-    PyTorch's attention does without cuDNN and flash, whose backward does not repeat (flash's does not with warn_only).
+    PyTorch's attention does without cuDNN and a GPU's flash kernel, whose backward does not repeat (with warn_only).
     """
     if not wanted:
         yield
@@ -315,7 +315,7 @@ def deterministic_algorithms(wanted: bool) -> Generator[None]:
     torch.use_deterministic_algorithms(True, warn_only=True)
     memory.fill_uninitialized_memory = False
     cuda.enable_cudnn_sdp(False)
-    cuda.enable_flash_sdp(False)
+    cuda.enable_flash_sdp(flash and not torch.cuda.is_available())  # the CPU's repeats
     try:
         yield
     finally:
