@@ -85,7 +85,7 @@ floors:  ## a short part of the suite with the oldest core dependencies that pyp
 	  -m "not slow and not gpu" $(FLOOR_TESTS) $(ARGS) || exit 1; done
 
 FIGURES := figures/fill.py $(wildcard figures/*/run.py) figures/desk/objective.py benchmarks/plot.py benchmarks/readme_tables.py \
-	docs/tables.py docs/cli.py
+	docs/tables.py
 figures: $(READY)  ## tables and plots again from the committed records
 	for script in $(FIGURES); do $(BIN)/python $$script || exit 1; done
 

@@ -4,6 +4,7 @@ The site has the paths of the repository, so that the links of README.md, docs/ 
 """
 
 import re
+import sys
 from html import unescape
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from latex2mathml.converter import convert
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "docs"))
+import reference_pages  # noqa: E402
+
 PAGES = ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md", "LOG.md", "docs/**/*.md", "figures/**/*.md")
 LINKED = re.compile(r"\]\(([^)\s#]+)")  # the target of a link or an image
 NOT_ON_SITE = {"docs/package.md"}
@@ -34,6 +38,7 @@ def on_files(files: Files, config) -> Files:
                 wanted[path.relative_to(ROOT).as_posix()] = path
     theme = [file for file in files if not (file.abs_src_path or "").startswith(str(ROOT / "docs"))]
     made = [File.generated(config, name, abs_src_path=str(path)) for name, path in wanted.items()]
+    made += [File.generated(config, name, content=page()) for name, page in reference_pages.PAGES.items()]
     return Files(theme + [file for file in made if file.src_uri not in NOT_ON_SITE])
 
 

@@ -67,7 +67,7 @@ def compare(
             ("source"). ``docs/pretrained_to_diff.md`` explains them.
         out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
             (Hugging Face format), TensorBoard files, metrics and ``record.json``.
-        settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}`` (docs/settings.md).
+        settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
         jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
             ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a

@@ -136,7 +136,7 @@ def run_eval(
     As ``diff-transformer eval NAME --model FOLDER --set samples=20 --out FILE``.
 
     Args:
-        name: of an experiment (docs/settings.md), or a file of Python with one.
+        name: of an experiment, or a file of Python with one.
         lm: a model's folder, hub name or preset; or a ``diff_transformer.evals.lm.CausalLM``, which has a model, its
             tokenizer and the batch size. None for an experiment without a model (``scaling``, ``ablation``).
         settings: what differs from the experiment's defaults, by name, as ``{"samples": 20}``; or its ``Settings``.

@@ -1,17 +1,11 @@
-"""Write docs/cli.md, the reference of the command line, and docs/settings.md, that of ``--set``, from the code itself.
-
-python docs/cli.py          # write
-python docs/cli.py --check  # exit 1 if a page differs
-"""
+"""The reference pages of the site, of the command line and of ``--set``, from the code itself."""
 
 import ast
 import dataclasses
 import inspect
 import json
 import re
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import typer
 from typer.cli import get_docs_for_click
@@ -19,10 +13,8 @@ from typer.cli import get_docs_for_click
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
 from diff_transformer.lab.evaluate import EXPERIMENTS, experiment
-from diff_transformer.report.generated import keep
 from diff_transformer.train.config import RunConfig
 
-HERE = Path(__file__).resolve().parent
 INTRODUCTION = """\
 # Settings
 
@@ -111,8 +103,4 @@ def notes(cls: type) -> dict[str, str]:
     return found
 
 
-PAGES = {HERE / "cli.md": commands, HERE / "settings.md": settings}
-
-
-if __name__ == "__main__":
-    sys.exit(keep({page: made() for page, made in PAGES.items()}, check=sys.argv[1:] == ["--check"]))
+PAGES = {"docs/cli.md": commands, "docs/settings.md": settings}  # on the site
