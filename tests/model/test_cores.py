@@ -292,7 +292,25 @@ def test_lambdas_and_maps_of_a_layer(attention):
     torch.testing.assert_close(layer(x, output_attentions=True)[1], difference)
 
 
+@torch.no_grad()
+def test_lambdas_without_the_input():
+    """A scalar lambda needs no input, one map has no lambda, and a lambda of each token says that it needs one."""
+    gated = DiffAttention(32, 8, attention=replace(CORES["diff"], gate="result"))
+    torch.testing.assert_close(gated.lambdas(), gated.core.lam())
+    assert DiffAttention(32, 8, attention="gated").lambdas() is None
+    for attention in ("diff_v2", "diff_v3"):
+        with pytest.raises(TypeError, match=r"without hidden_states.*give the layer's input \[batch, length"):
+            DiffAttention(32, 8, attention=attention).lambdas()
+
+
 # Sizes, cost, refusals.
+
+
+def test_heads_of_shared_keys_with_a_shared_noise_head():
+    row = replace(CORES["diff_v2"], signal_heads=3)
+    assert DiffAttention(36, 9, attention=row)(torch.randn(1, 4, 36))[0].shape == (1, 4, 36)
+    with pytest.raises(ValueError, match="that divides num_attention_heads / 3, a whole number"):
+        DiffAttention(32, 8, attention=row)
 
 
 @pytest.mark.parametrize("name", EVERY)

@@ -1,5 +1,6 @@
 """DINT: rows sum to 1, running means, padding, documents, whole rows."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -7,13 +8,14 @@ import torch
 from transformers import DynamicCache
 
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
+from diff_transformer.model.heads import CORES
 from diff_transformer.model.inputs import Packing
 from diff_transformer.model.presets import preset
 
 
 def make_layer(causal=True, **options):
     torch.manual_seed(0)
-    return DiffAttention(32, 4, attention="dint", is_causal=causal, **{"layer_index": 2, **options}).double()
+    return DiffAttention(32, 4, is_causal=causal, **{"attention": "dint", "layer_index": 2, **options}).double()
 
 
 def make_model(**fields):
@@ -40,6 +42,36 @@ def test_rows_sum_to_one(causal):
     difference = first - layer.core.lam() * second
     assert (difference.sum(-1) - 1).abs().min() > 0.01
     torch.testing.assert_close(layer(inputs(), output_attentions=True)[1], whole)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("changes", [{"gate": "result"}, {"gate": "first"}, {"lam": "token", "factor": False}])
+def test_an_ablation_with_gates_or_a_lambda_for_each_token(changes, causal):
+    """The gate of the result weights the mean too, that of the first map does not; packed documents do the same."""
+    layer = make_layer(causal, attention=replace(CORES["dint"], head_norm=None, **changes))
+    for parameter in layer.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    x = inputs()
+    lam, gate = layer.core.lambda_and_gate(x)
+    first, second, whole = layer.attention_maps(x)
+    rows = torch.arange(1, 10)[None, None, :, None]
+    mean = first.cumsum(2) / rows if causal else first.mean(2, keepdim=True)
+    gate = 1.0 if gate is None else gate
+    of_the_rest = gate if layer.core.variant.gate == "result" else 1.0
+    torch.testing.assert_close(whole, gate * first + of_the_rest * lam * (mean - second))
+    v = layer.v_proj(x).view(2, 9, 2, 16).transpose(1, 2)
+    expected = layer.o_proj((layer.core.gain * whole @ v).transpose(1, 2).flatten(2))
+    torch.testing.assert_close(layer(x)[0], expected)
+    documents = Packing(torch.tensor([0, 9, 18], dtype=torch.int32), 9)
+    torch.testing.assert_close(layer(x, documents=documents)[0], expected)
+
+
+def test_a_row_of_the_table_takes_no_window_either():
+    with pytest.raises(ValueError, match=r"a window of 3 keys .* leave out the window"):
+        make_layer(attention=CORES["dint"], window=3)
+    with pytest.raises(ValueError, match=r"maps=1 has no second map for .* means"):
+        replace(CORES["gated"], means=True)
 
 
 def test_two_tokens_by_hand():

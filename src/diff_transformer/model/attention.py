@@ -22,6 +22,7 @@ from diff_transformer.model.heads import (
     HeadCounts,
     Variant,
     check_attention,
+    check_window,
     count_heads,
     default_key_value_heads,
     variant_of,
@@ -160,9 +161,17 @@ class Attention(nn.Module):
 
         It is the weight of the second map; None for one map.
         """
+        kind = self.core.variant.lam
+        if kind is None:
+            return None
+        if kind == "token" and hidden_states is None:
+            raise TypeError(
+                "lambdas was called without hidden_states, but lambda of this layer is computed from each token; give "
+                "the layer's input [batch, length, hidden_size]"
+            )
         with torch.no_grad():
-            lam, _ = self.core.lambda_and_gate(hidden_states)
-            return None if lam is None else torch.as_tensor(lam, dtype=torch.float32)
+            lam = self.core.lambda_and_gate(hidden_states)[0] if kind == "token" else self.core.lam()
+            return torch.as_tensor(lam, dtype=torch.float32)
 
     def attention_maps(self, hidden_states: Tensor, context: Tensor | None = None, **options) -> DiffMaps:
         """Both softmax maps of this layer and the map that multiplies V: ``(first, second, difference)``.
@@ -351,6 +360,7 @@ class DiffAttention(Attention):
             )
         if isinstance(attention, Variant):
             variant = attention
+            check_window(variant, window)
         else:
             check_attention(attention, ATTENTIONS[:-1])
             variant = variant_of(

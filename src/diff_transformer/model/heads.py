@@ -58,7 +58,8 @@ class Variant:
     def __post_init__(self):
         one, has_init, start = self.maps == 1, self.lam in ("learned", "fixed"), self.lambda_init
         number = isinstance(start, Real) and not isinstance(start, bool) and math.isfinite(float(start))
-        second = self.shared_keys or self.lam or self.initial_ratio or self.signal_heads > 1 or self.gate == "first"
+        second = self.shared_keys or self.lam or self.initial_ratio or self.signal_heads > 1 or self.means
+        second = second or self.gate == "first"
         ratio, most = self.initial_ratio, 2 if self.gate == "first" else 1
         for wrong, sentence in (
             (self.maps not in (1, 2), f"maps is {self.maps!r}; accepted: 1, 2"),
@@ -69,7 +70,7 @@ class Variant:
             (self.head_norm not in (None, "plain", "weighted"),
              f"head_norm is {self.head_norm!r}; accepted: plain, weighted"),
             (self.signal_heads < 1, f"signal_heads is {self.signal_heads}; it must be positive"),
-            (one and second, "maps=1 has no second map for shared_keys, lam, initial_ratio, signal_heads or "
+            (one and second, "maps=1 has no second map for shared_keys, lam, initial_ratio, signal_heads, means or "
              "gate='first'"),
             (not one and self.lam is None, "the second of two maps needs a weight: give lam"),
             (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
@@ -115,11 +116,7 @@ def variant_of(config: Any) -> Variant:
             f"lambda_learned is False, but attention={config.attention!r} has no lambda_init to fix lambda at: it "
             "computes lambda from each token; set lambda_learned=True, or another attention"
         )
-    if row.means and config.sliding_window is not None:
-        raise ValueError(
-            f"a window of {config.sliding_window} keys is asked for, but the running mean of attention='dint' is over "
-            "all earlier queries; leave out the window, or take another attention"
-        )
+    check_window(row, config.sliding_window)
     if row.lam == "learned":
         if str(config.head_norm) not in _HEAD_NORMS:
             hint = did_you_mean(str(config.head_norm), _HEAD_NORMS)
@@ -136,6 +133,15 @@ def variant_of(config: Any) -> Variant:
     if row.signal_heads > 1:
         fields |= {"signal_heads": config.signal_heads_per_noise_head}
     return replace(row, **fields)
+
+
+def check_window(variant: Variant, window: int | None):
+    """Raise ValueError for a window where means run over whole rows."""
+    if variant.means and window is not None:
+        raise ValueError(
+            f"a window of {window} keys is asked for, but the running mean of attention='dint' is over all earlier "
+            "queries; leave out the window, or take another attention"
+        )
 
 
 class HeadCounts(NamedTuple):
@@ -176,7 +182,8 @@ def count_heads(
         if n % r or n // r % m:
             raise ValueError(
                 f"{n} attention heads are not divisible by {m} key/value heads and {r} signal heads a noise head; give "
-                "num_key_value_heads that divides num_attention_heads: a group's heads share keys and values"
+                f"num_key_value_heads that divides num_attention_heads{'' if r == 1 else f' / {r}, a whole number'}: a "
+                "group's heads share keys and values"
             )
         return HeadCounts(n + (variant.maps == 2) * (n // r), m, m, n, d, value_head_dim or d)
     noise = n // (r + 1)
@@ -193,7 +200,7 @@ def count_heads(
 def default_key_value_heads(variant: Variant, num_heads: int) -> int:
     """Key/value heads without grouped queries: one for each head, or two for each noise head of separate keys."""
     paired = variant.maps == 2 and not variant.shared_keys
-    return max(1, 2 * num_heads // (variant.signal_heads + 1)) if paired else num_heads
+    return max(1, 2 * num_heads // (variant.signal_heads + 1) if paired else num_heads // variant.signal_heads)
 
 
 def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):

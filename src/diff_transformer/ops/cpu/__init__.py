@@ -24,7 +24,7 @@ def unsupported_reason(call: Call) -> str | None:
     if call.q1.dtype == torch.float64:
         return "it computes in float32 and bfloat16, not in float64; give backend='sdpa' or 'reference'"
     if not library.available():
-        return "its kernel was not built with the package, or does not run on this processor; give backend='sdpa'"
+        return f"{library.why_unavailable()}; give backend='sdpa'"
     if width > kernel.MAX_WIDTH:
         return f"it takes widths up to {kernel.MAX_WIDTH}, not {width}; give backend='sdpa'"
     return None

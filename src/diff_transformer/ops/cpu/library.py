@@ -91,8 +91,16 @@ def available() -> bool:
     return library() is not None
 
 
-# A constant for torch.compile, which cannot trace ctypes.
-available._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
+def why_unavailable() -> str:
+    """Why there is no library."""
+    if os.environ.get(SWITCH) == "0":
+        return f"{SWITCH}=0 turns its kernel off"
+    return "its kernel was not built with the package, or does not run on this processor"
+
+
+# Constants for torch.compile, which cannot trace ctypes.
+for _function in (available, why_unavailable):
+    _function._dynamo_marked_constant = True  # ty: ignore[invalid-assignment]
 
 
 def path_of(name: str) -> Path:
