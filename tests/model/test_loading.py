@@ -379,8 +379,9 @@ def test_a_folder_opens_where_nothing_imports_the_package(tmp_path):
     model = save(tmp_path / "model")
     assert len((tmp_path / "model" / "diff_transformer_code.py").read_text().splitlines()) <= 12
     assert "auto_map" not in vars(model.config)
-    code = f"""import sys, torch
+    code = f"""import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+torch.set_num_threads({torch.get_num_threads()})
 loaded = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True)
 assert AutoConfig.from_pretrained({str(tmp_path / "model")!r}, trust_remote_code=True).num_diff_heads == 2
 loaded.save_pretrained({str(tmp_path / "again")!r})
