@@ -82,6 +82,9 @@ def library() -> ctypes.CDLL | None:
         if loaded is not None:
             log.info("blockwise: CPU kernel %s", each)
             return loaded
+    if name is not None:
+        others = ", ".join(each for each in usable if each != name)
+        raise ValueError(f"{SWITCH} is {name!r}, whose registers Linux refuses to this process; give {others} or 0")
     log.info("blockwise: no CPU kernel on this machine")
     return None
 
