@@ -237,7 +237,7 @@ def save(rows: list[dict]) -> None:
 
 
 def unfit(row: dict[str, Any]) -> bool:
-    """Whether the kernel must not ship. fp32 may spill a little."""
+    """True if the kernel must not ship. fp32 may spill a little."""
     if row["dtype"] == "float32":
         return row["shared_kib"] > SHARED_LIMIT[row["capability"]] / KIB or row["spilled_bytes"] > FP32_SPILLED
     return bool(row["faults"]) or row["executed_over_needed"] > MOST

@@ -128,7 +128,7 @@ def table_of(name: str, kept: dict) -> str:
 
 
 def _of_which_training(source: dict) -> str:
-    """Whether these checkpoints are those of the demo's record: rounding differs between processors, so weights do."""
+    """True if these checkpoints are those of the demo's record: rounding differs between processors, so weights do."""
     demo = json.loads((FIGURES / "demo" / "results.json").read_text())["provenance"]
     same = source["commit"] == demo["commit"] and source["cpu"] == demo["cpu"]
     return "" if same else ", from another training run than [the demo's record](../demo/README.md)"

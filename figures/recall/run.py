@@ -145,7 +145,7 @@ def primary(cells: Cells) -> str:
 
 
 def further(cells: Cells) -> str:
-    """Whether the gain grows with noise, and what it is on the first question alone."""
+    """The lines on the gain by noise, and on the first question alone."""
     parts = []
     if slopes := [row for b in BASELINES for m in (ACCURACY, STEPS) if (row := slope(cells, SIDE, b, m))]:
         parts += ["**Does the gain grow with noise?** (exploratory)", exploratory(slopes)]

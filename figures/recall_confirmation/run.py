@@ -44,7 +44,7 @@ def accuracy(record: Record) -> float:
 
 
 def reached(record: Record) -> bool:
-    """Whether the accuracy on held-out rows reached ``GOAL``."""
+    """True if the accuracy on held-out rows reached ``GOAL``."""
     return steps_to(record, "recall", GOAL) < record.steps
 
 

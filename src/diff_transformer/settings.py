@@ -139,7 +139,7 @@ def _dotted(values: dict, prefix: str = "") -> Iterable[str]:
 
 
 class Rule(NamedTuple):
-    """What a value of a setting must be, in the annotation of its field: ``steps: PositiveInt = 1000``.
+    """A constraint of a setting's values, in the annotation of its field: ``steps: PositiveInt = 1000``.
 
     holds: says whether a value is accepted; advice: what is, as the end of the message.
     """

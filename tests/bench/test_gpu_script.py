@@ -233,7 +233,7 @@ def test_what_a_gpu_launches_is_found_without_one(tmp_path, calls, least):
 
 
 def ended(process):
-    """Whether a process that was killed is gone; the system may take a moment."""
+    """True if a process that was killed is gone; the system may take a moment."""
     state, until = Path(f"/proc/{process}/stat"), time.monotonic() + 10
     while state.exists() and state.read_text().rsplit(")", 1)[1].split()[0] != "Z":
         if time.monotonic() > until:

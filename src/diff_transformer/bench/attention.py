@@ -181,7 +181,7 @@ def run_gate(role: str, run: Callable[[], object], check: Callable[[], object]) 
 
 
 def is_timed(role: str, verdict: str) -> bool:
-    """Whether a contender is timed: only if it passed, except that a rival may miss the budget."""
+    """True if a contender is timed: only if it passed, except that a rival may miss the budget."""
     return verdict in ("passed", "is the baseline") or (role == "rival" and verdict.startswith("failed"))
 
 

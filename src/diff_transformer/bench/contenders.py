@@ -162,7 +162,7 @@ def named(name: str, kernel: str | None) -> str:
 
 
 def math_fits(shape: Shape, device: torch.device) -> bool:
-    """Whether the N x N maps of SDPA's math path fit a quarter of the free memory (on the CPU: 1 GiB)."""
+    """True if the N x N maps of SDPA's math path fit a quarter of the free memory (on the CPU: 1 GiB)."""
     free = free_memory(device) // 4 if device.type == "cuda" else 2**30
     return 16 * shape.batch * 2 * shape.heads * shape.length**2 <= free
 

@@ -132,7 +132,7 @@ def how_many(shape: DecodeShape, dtype: torch.dtype, device: str) -> int:
 
 
 def fits(shape: DecodeShape, dtype: torch.dtype, device: str) -> bool:
-    """Whether two caches fit half of the free memory of a GPU."""
+    """True if two caches fit half of the free memory of a GPU."""
     if torch.device(device).type != "cuda":
         return True
     return 2 * shape.bytes(dtype.itemsize) <= free_memory(device) // 2

@@ -216,7 +216,7 @@ def _part(event: Any, of_node: dict[int, str]) -> str | None:
 
 
 def _differentiates(event: Any) -> bool:
-    """Whether an operation belongs to the backward pass."""
+    """True if an operation belongs to the backward pass."""
     while event is not None and not event.name.startswith(_BACKWARD):
         event = event.cpu_parent
     return event is not None

@@ -1,4 +1,4 @@
-"""What ``diff-transformer info`` prints."""
+"""The lines that ``diff-transformer info`` prints."""
 
 import math
 from collections import Counter

@@ -1,4 +1,4 @@
-"""What the sources of questions and answers share: padded rows, and a loss on all tokens or on the answers alone."""
+"""The common part of sources of questions and answers: padded rows, a loss on all tokens or on the answers alone."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ def frequent_ngrams(token_ids: np.ndarray, n: int = 2, *, threshold: int, vocab_
 
 
 def ar_hits(token_ids: np.ndarray, frequent: np.ndarray, n: int = 2, *, vocab_size: int) -> np.ndarray:
-    """Whether the n-gram ending at t occurred before in the same row and is not ``frequent``: bool [B, T].
+    """True if the n-gram ending at t occurred before in the same row and is not ``frequent``: bool [B, T].
 
     Such a token can be predicted from the context alone (associative recall). True marks the predicted token, so the
     loss of its label, not of its successor's, is an AR-Hit loss.

@@ -215,7 +215,7 @@ class Reader:
             done = position
 
     def _invalid(self, row: Any) -> str | None:
-        """What a row lacks to be a text, or None."""
+        """The reason why a row is no text, or None."""
         if isinstance(row, ValueError):
             return f"is not JSON in UTF-8 ({row})"
         if not isinstance(row, dict):

@@ -30,7 +30,7 @@ _SPECIAL = {
 
 
 def is_tiktoken(name: str | Path) -> bool:
-    """Whether ``name`` is "cl100k" or a file of tiktoken ranks."""
+    """True if ``name`` is "cl100k" or a file of tiktoken ranks."""
     return str(name) == CL100K or Path(name).suffix == SUFFIX
 
 

@@ -205,7 +205,7 @@ def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]],
 
 
 def _has_pair(config: Any) -> bool:
-    """Whether a model of this package is of a pair: a Transformer with an odd number of heads is not."""
+    """True if a model of this package is of a pair: a Transformer with an odd number of heads is not."""
     if getattr(config, "model_type", "") != "diff_transformer":
         return False
     return config.attention != "softmax" or not (config.num_attention_heads % 2 or config.num_key_value_heads % 2)

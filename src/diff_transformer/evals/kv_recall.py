@@ -86,7 +86,7 @@ def _attention(lm: LanguageModel, rows: RecallRows, vocabulary: RecallVocabulary
 
 
 def _noise(context: np.ndarray, vocabulary: RecallVocabulary) -> np.ndarray:
-    """Whether each token of the context belongs to no pair: a noise token, or a key that no value follows."""
+    """True if each token of the context belongs to no pair: a noise token, or a key that no value follows."""
     is_value = np.isin(context, vocabulary.values)
     return ~is_value & ~np.append(is_value[1:], False)
 

@@ -30,7 +30,7 @@ _LOSSES = 1 << 24  # of these, in fp32 for their losses
 
 
 class LanguageModel(Protocol):
-    """What an experiment needs of a model. ``CausalLM`` implements it.
+    """The interface through which experiments use a model. ``CausalLM`` implements it.
 
     ``generate`` returns the greedy continuation of each prompt, at most ``max_new_tokens`` tokens, without the prompt.
     With ``templated``, prompts are those of a chat template: special tokens are spelled out, and none is added.

@@ -46,7 +46,7 @@ def templated(tokenizer, text: str, beginning: str = "") -> str:
 
 
 def reply(tokenizer, text: str) -> str:
-    """What stands in a conversation after ``templated``, if the reply is ``text``: itself and the end of its turn."""
+    """The text of a conversation after ``templated``: the reply ``text`` and the end of its turn."""
     start, asked = templated(tokenizer, "?"), {"role": "user", "content": "?"}
     whole = _rendered(tokenizer, [asked, {"role": "assistant", "content": text}], False)
     if whole.startswith(start) and text in whole[len(start) :]:

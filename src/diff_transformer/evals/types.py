@@ -33,7 +33,7 @@ class Result:
 
     @classmethod
     def load(cls, path: Path) -> "Result":
-        """What ``save`` wrote.
+        """The object that ``save`` wrote to a file.
 
         Raises:
             RecordError: if the file holds anything else.

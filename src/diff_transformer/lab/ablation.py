@@ -31,7 +31,7 @@ SHORT_RUN = 200  # a run of fewer steps says nothing about the models
 
 @dataclass(frozen=True)
 class Settings:
-    """What to train. The comment at each field documents it."""
+    """The settings of a training run. The comment at each field documents it."""
 
     recipe: str = "demo"  # gives all seven rows their model, data and schedule (the paper: 1.4B, 10B tokens)
     # further settings of that recipe

@@ -156,7 +156,7 @@ def _alike(first: Record, second: Record) -> bool:
 
 
 def _agree(first: Any, second: Any) -> bool:
-    """Whether settings are equal where both have them: an earlier version may lack some."""
+    """True if settings are equal where both have them: an earlier version may lack some."""
     if isinstance(first, dict) and isinstance(second, dict):
         return all(_agree(first[name], second[name]) for name in first.keys() & second.keys())
     return first == second

@@ -62,7 +62,7 @@ def order(kind: str) -> str:
 
 
 def needles(cell: tuple[int, int]) -> str:
-    """What a claim about a cell of Table 2 says of the paper."""
+    """The paper's part of a claim about a cell of Table 2."""
     said = two(NEEDLES[cell]) if cell in NEEDLES else f"not reported; (6, 2): {two(NEEDLES[6, 2])}"
     return f"{said} † (4K, 3B)"
 

@@ -40,7 +40,7 @@ class RunFailed(RuntimeError):
 
 
 class Request(Protocol):
-    """What a worker does: a ``RunSpec`` or an ``EvalSpec``. ``save`` writes it to the folder of the worker."""
+    """The task of a worker: a ``RunSpec`` or an ``EvalSpec``. ``save`` writes it to the folder of the worker."""
 
     @property
     def key(self) -> str: ...

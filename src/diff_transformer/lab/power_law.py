@@ -40,7 +40,7 @@ class PowerLaw:
         return math.exp(power) if power < 700 else math.inf
 
     def covers(self, x: float) -> bool:
-        """Whether x lies in the range that was fitted."""
+        """True if x lies in the range that was fitted."""
         return self.low * (1 - 1e-9) <= x <= self.high * (1 + 1e-9)
 
 

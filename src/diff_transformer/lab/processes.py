@@ -74,7 +74,7 @@ class NodeProcess:
 
 
 def reads(path: Path, content: str) -> bool:
-    """Whether this machine reads ``content`` in ``path``. A network file system may show a new file late."""
+    """True if this machine reads ``content`` in ``path``. A network file system may show a new file late."""
     end = time.monotonic() + _SEE_SECONDS
     while time.monotonic() < end:
         if path.exists() and path.read_text() == content:

@@ -122,7 +122,7 @@ class Record:
 
     @classmethod
     def from_dict(cls, values: dict) -> "Record":
-        """What ``to_dict`` made."""
+        """The inverse of ``to_dict``."""
         return cls(**{key: value for key, value in values.items() if key != "schema"})
 
 
@@ -186,7 +186,7 @@ def averaged(records: Iterable[Record]) -> list[Record]:
 
 
 def _repeats(earlier: list[Record], record: Record, name: str) -> bool:
-    """Whether ``record`` measures the model of ``earlier`` again with ``name``, on other examples."""
+    """True if ``record`` measures the model of ``earlier`` again with ``name``, on other examples."""
     seeds = [one.data_seed(name) for one in earlier]
     return (
         bool(earlier)
@@ -237,13 +237,13 @@ def save_all(records: Iterable[Record], path: Path) -> None:
 
 
 def _alike(a: dict, b: dict) -> dict:
-    """What two dictionaries have alike, at any depth."""
+    """The items that two dictionaries share, at any depth."""
     nested = {key: _alike(a[key], b[key]) for key in a if isinstance(a[key], dict) and isinstance(b.get(key), dict)}
     return {key: nested.get(key, a[key]) for key in a if key in b and (a[key] == b[key] or nested.get(key))}
 
 
 def _without(value: dict, common: dict) -> dict:
-    """What ``_with`` adds to ``common`` to get ``value``."""
+    """The items that ``_with`` adds to ``common`` to get ``value``."""
     return {
         key: _without(of, common[key]) if isinstance(of, dict) and key in common else of
         for key, of in value.items()

@@ -41,7 +41,7 @@ FITS: dict[str, Callable[[Run], float]] = {"parameters": lambda run: run.paramet
 
 @dataclass(frozen=True)
 class Settings:
-    """What to fit. The comment at each field documents it."""
+    """The settings of a fit. The comment at each field documents it."""
 
     # tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders of comparisons or
     # studies; or "synthetic", a made-up table with the paper's ratios, which only checks the fit

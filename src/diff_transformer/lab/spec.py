@@ -1,4 +1,4 @@
-"""What to run: a ``RunSpec`` for each model."""
+"""The plan of a comparison: a ``RunSpec`` for each model."""
 
 import dataclasses
 import json
@@ -60,7 +60,7 @@ class RunSpec:
 
     @classmethod
     def load(cls, folder: Path) -> "RunSpec":
-        """What ``save`` wrote."""
+        """Read the file of ``save``."""
         values: dict[str, Any] = read_json(folder / REQUEST)
         values["measure"], values["config"] = tuple(values["measure"]), RunConfig.from_dict(values["config"])
         return cls(**values)

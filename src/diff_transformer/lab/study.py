@@ -114,7 +114,7 @@ def best_rates(sweep: Stage, rates: dict[str, float], out: Path) -> dict[str, fl
 
 
 def _holds_runs(out: Path) -> bool:
-    """Whether a study began in ``out``, or runs of one were put there."""
+    """True if a study began in ``out``, or runs of one were put there."""
     folders = [*out.glob("*/*-seed*"), *out.glob("*/*/*-seed*")]
     if any((out / name).exists() for name in ("config.json", "compare.json")):  # a run of train, or of compare
         return False

@@ -146,7 +146,7 @@ def _outcome(name: str, label: str, out: Path) -> Outcome:
 
 
 def is_eval(folder: Path) -> bool:
-    """Whether ``folder`` holds an ``EvalSpec``."""
+    """True if ``folder`` holds an ``EvalSpec``."""
     return "plan" in read_json(folder / REQUEST)
 
 

@@ -1,4 +1,4 @@
-"""What a call's arguments go through one by one: autocast and checks; and who records or transforms the call."""
+"""Autocast and checks of a call's arguments; whether something records or transforms the call."""
 
 import math
 from collections.abc import Mapping
@@ -40,7 +40,7 @@ def autocast_off(device: str) -> AbstractContextManager:
 
 
 def _autocast_enabled(device: str) -> bool:
-    """Whether autocast is on. The meta device has none; ``is_autocast_available`` would say so, but torch.compile of
+    """True if autocast is on. The meta device has none; ``is_autocast_available`` would say so, but torch.compile of
     torch 2.11 cannot trace it."""
     return device != "meta" and torch.is_autocast_enabled(device)
 
@@ -92,7 +92,7 @@ def check_options(
 
 
 def passes_fast_check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
-    """Whether the tensors pass ``check_tensors``, in as few steps as possible; False for empty tensors."""
+    """True if the tensors pass ``check_tensors``, in as few steps as possible; False for empty tensors."""
     try:
         (B, H, T, D), (_, Hn, _, _), (_, G, S, _), Dv = q1.shape, q2.shape, k1.shape, v.shape[3]
         return (
@@ -182,7 +182,7 @@ def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:
 
 
 def broadcasts(shape: tuple[int, ...], full: tuple[int, ...]) -> bool:
-    """Whether a tensor of this shape broadcasts to ``full``."""
+    """True if a tensor of this shape broadcasts to ``full``."""
     sizes = zip(reversed(shape), reversed(full), strict=False)
     return len(shape) <= len(full) and all(n in (1, size) for n, size in sizes)
 
@@ -215,7 +215,7 @@ def flag(name: str, value: bool) -> bool:
 
 
 def traced() -> bool:
-    """Whether something records the call, or replaces what its operators do: torch.compile, torch.export,
+    """True if something records the call, or replaces what its operators do: torch.compile, torch.export,
     torch.jit.trace and the exporters on it, make_fx, fake tensors, counters of FLOPs.
 
     Values then cannot be read, and what is computed at an address is not seen.
@@ -224,7 +224,7 @@ def traced() -> bool:
 
 
 def exporting() -> bool:
-    """Whether the call is recorded for a program that must load without this package: by torch.export, by
+    """True if the call is recorded for a program that must load without this package: by torch.export, by
     torch.jit.trace, or by an ONNX exporter, which uses one of them."""
     return torch.compiler.is_exporting() or torch.jit.is_tracing()
 

@@ -13,7 +13,7 @@ from diff_transformer.ops.call import Call, replace
 
 
 class Backend(Protocol):
-    """What the module of a backend has."""
+    """The interface of a backend's module."""
 
     def unsupported_reason(self, call: Call, /) -> str | None:
         """Why the backend cannot compute this call, or None. Packed documents that it refuses come one by one."""
@@ -121,7 +121,7 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
 
 
 def _exists(device: torch.device) -> bool:
-    """Whether this machine has the device; true for devices without an availability check, such as meta."""
+    """True if this machine has the device; true for devices without an availability check, such as meta."""
     module = getattr(torch, device.type, None)
     if module is None or not hasattr(module, "is_available"):
         return True

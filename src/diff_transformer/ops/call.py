@@ -21,7 +21,7 @@ from diff_transformer.ops.arguments import (
 
 
 class Call(NamedTuple):
-    """What every backend's ``attend`` takes. Custom operators take the first ``OPERANDS`` fields, in this order.
+    """The argument of every backend's ``attend``. Custom operators take the first ``OPERANDS`` fields, in this order.
 
     Packed documents: B is 1, and T and S count the rows of all documents.
     """
@@ -129,7 +129,7 @@ def with_noise_head_for_each_mask(call: Call) -> Call:
 
 
 def is_empty(call: Call) -> bool:
-    """Whether there is nothing to compute: no batch entry, no query or no key."""
+    """True if there is nothing to compute: no batch entry, no query or no key."""
     return not (call.q1.numel() and call.k1.numel())
 
 

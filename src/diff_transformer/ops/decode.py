@@ -98,7 +98,7 @@ def _attend(call: Call) -> Tensor:
 
 
 def _can_be_read(lengths: Tensor) -> bool:
-    """Whether the values can be read at no cost: on the CPU, outside tracing and transforms."""
+    """True if the values can be read at no cost: on the CPU, outside tracing and transforms."""
     return lengths.device.type == "cpu" and not traced() and active_transform() is None
 
 

@@ -29,7 +29,7 @@ MapAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Kernel(NamedTuple):
-    """What a kernel of SDPA takes. Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
+    """The limits of a kernel of SDPA. Source: PyTorch, aten/src/ATen/native/transformers/cuda/sdp_utils.cpp."""
 
     max_width: int | None  # of queries and of values; None for any
     wider_values: bool  # whether values may have another width than queries

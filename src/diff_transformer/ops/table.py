@@ -1,4 +1,4 @@
-"""What ``backend="auto"`` takes on a GPU: the Triton kernels where records say that they are the fastest, else SDPA."""
+"""The choice of ``backend="auto"`` on a GPU: the Triton kernels where records show that they are fastest, else SDPA."""
 
 from operator import index as concrete
 

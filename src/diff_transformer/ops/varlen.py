@@ -169,7 +169,7 @@ def check_ends(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x:
 
 
 def _is_new(cu_seqlens: Tensor, total: int, max_seqlen: int) -> bool:
-    """Whether these values were not checked before; always true for tensors of inference mode, which have no
+    """True if these values were not checked before; always true for tensors of inference mode, which have no
     version."""
     if cu_seqlens.is_inference():
         return True

@@ -25,7 +25,7 @@ OURS = "Not a claim of the paper"  # heading of ours
 
 
 def is_ours(claim: dict) -> bool:
-    """Whether the paper does not make the claim. Earlier records do not say; there it is recall from noise alone."""
+    """True if the paper does not make the claim. Earlier records do not say; there it is recall from noise alone."""
     return bool(claim.get("ours", claim.get("id") == "recall"))
 
 
@@ -285,7 +285,7 @@ def _key(strips: bool, controlled: bool) -> Html:
 
 
 def bears_on(claim: dict, sources: tuple[str, ...]) -> bool:
-    """Whether the claim's source names one of the tables or figures; "Table 1" does not match "Table 10"."""
+    """True if the claim's source names one of the tables or figures; "Table 1" does not match "Table 10"."""
     said = re.sub(r"\bfigure\b", "fig.", str(claim.get("source") or "").lower())
     return any(re.search(rf"(?<!\w){re.escape(s.lower())}(?!\d)", said) for s in sources)
 

@@ -39,7 +39,7 @@ def load_comparison(path: Path | str) -> Results:
 
 
 def comparison(records: list[Record], request: dict) -> Results:
-    """What a page shows of the ``records`` of a comparison, one a model.
+    """The content of a page about the ``records`` of a comparison, one a model.
 
     Args:
         request: the content of ``compare.json``, with ``FACTS``.

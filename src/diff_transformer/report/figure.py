@@ -149,7 +149,7 @@ def found_of(what: str, claim: dict, better: str, digits: int | None = 3, unit: 
 
 
 def one_run(claim: dict) -> bool:
-    """Whether the verdict rests on one run of each model."""
+    """True if the verdict rests on one run of each model."""
     return max(len(seeds_of(claim, side)) for side in ("diff", "softmax")) == 1
 
 

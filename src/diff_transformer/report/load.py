@@ -59,7 +59,7 @@ def check_results(results: object, where: str = "the results given") -> dict:
 
 
 def is_comparison(path: Path | str) -> bool:
-    """Whether the folder, or the file, is a comparison and not the result of an experiment.
+    """True if the folder, or the file, is a comparison and not the result of an experiment.
 
     A file that is neither counts as a comparison, so that ``load_results`` explains the problem.
     """

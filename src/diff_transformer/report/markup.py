@@ -73,7 +73,7 @@ def table(head: list[object], rows: list[list[object]], label: str, numeric: boo
 
 
 def is_number(value: object) -> bool:
-    """Whether the value is a finite int or float, which a chart can draw."""
+    """True if the value is a finite int or float, which a chart can draw."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

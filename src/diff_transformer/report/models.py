@@ -273,7 +273,7 @@ def control_in(models: list[Series]) -> Series | None:
 
 
 def judged(results: Results, quantity: Quantity, ours: Series, theirs: Series) -> dict | None:
-    """What the table of claims has of a quantity of two models: their values by seed, the difference and its interval.
+    """A row of the table of claims about a quantity of two models: values by seed, the difference and its interval.
 
     So a quantity has the same interval wherever it stands. None if the records hold no examples of it.
     """

@@ -65,7 +65,7 @@ def save(chart: Chart, path: Path) -> None:
 
 
 def is_current(chart: Chart, path: Path) -> bool:
-    """Whether the file was drawn from this specification. It compares hashes, so fonts and versions do not matter."""
+    """True if the file was drawn from this specification. It compares hashes, so fonts and versions do not matter."""
     return path.exists() and path.read_text(encoding="utf-8").startswith(_comment(chart))
 
 

@@ -33,7 +33,7 @@ _CAVEATS = (
 
 
 def is_study(path: Path | str) -> bool:
-    """Whether ``path`` is a folder that ``diff-transformer study`` wrote, or a record of one."""
+    """True if ``path`` is a folder that ``diff-transformer study`` wrote, or a record of one."""
     path = Path(path)
     if path.is_dir():
         runs = (path.glob(f"{setting}/*/{FILE}") for setting in ("*", "sweep/*"))
@@ -206,7 +206,7 @@ def _measures(sides: dict[str, dict[int, Record]], side: str) -> Html | None:
 
 
 def _swept(setting: str) -> str:
-    """What the sweep that has this setting is of, "sweep/small_lr0.001" or "sweep/lr0.001": "small" or ""."""
+    """The subject of the sweep of this setting, "sweep/small_lr0.001" or "sweep/lr0.001": "small" or ""."""
     return setting.partition("/")[2].rpartition("lr")[0].rstrip("_")
 
 

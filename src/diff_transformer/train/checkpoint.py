@@ -356,7 +356,7 @@ class _Write:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What went wrong in the first process that failed."""
+    """The error of the first process that failed."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 

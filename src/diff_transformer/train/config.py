@@ -144,7 +144,7 @@ class TrainConfig:
 
 @dataclass
 class EvaluationConfig:
-    """What ``compare`` measures on each trained model."""
+    """The experiments that ``compare`` runs on each trained model."""
 
     # cells (N, R) of Table 2
     needles: Annotated[tuple[tuple[int, int], ...], _ASKED] = ((1, 1), (2, 1), (4, 1), (4, 2))

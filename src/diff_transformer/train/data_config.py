@@ -49,7 +49,7 @@ class RecallConfig:
 
 @dataclass
 class DataConfig:
-    """What a run trains on."""
+    """The data of a training run."""
 
     # "python", a file, a folder, an archive, a folder that `diff-transformer prepare` made, or "none" (recall alone)
     corpus: str = "python"

@@ -61,7 +61,7 @@ def check_backend_on(config: RunConfig, device: torch.device) -> None:
 
 
 class InitialValues:
-    """What the constructor of a model writes to its parameters, without memory for them.
+    """The initial values that the constructor of a model gives its parameters, without memory for them.
 
     Attributes:
         model: ``make_model()``, with its parameters on the meta device. Buffers are real.

@@ -248,7 +248,7 @@ class Run:
         return values
 
     def _due(self, done: int, every: int) -> bool:
-        """Whether an action is due after step ``done``: after each ``every`` steps and after the last step."""
+        """True if an action is due after step ``done``: after each ``every`` steps and after the last step."""
         return done % every == 0 or done == self.config.train.steps
 
     def _batches(self, resume_step: int):

@@ -74,12 +74,12 @@ class Objective(nn.Module):
 
 
 def mostly(wanted: Tensor) -> bool:
-    """Whether most of ``wanted`` is true."""
+    """True if most of ``wanted`` is true."""
     return bool(2 * wanted.sum() > wanted.numel())
 
 
 def predicted(labels: Tensor) -> Tensor:
-    """Whether each of the tokens 1 to T - 1 of a row is predicted: bool [B, T - 1] for labels [B, T]."""
+    """True if each of the tokens 1 to T - 1 of a row is predicted: bool [B, T - 1] for labels [B, T]."""
     return labels[:, 1:] != IGNORED
 
 

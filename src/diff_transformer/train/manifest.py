@@ -64,7 +64,7 @@ def read_manifest(folder: Path) -> dict:
 
 
 def damage(folder: Path, *, from_disk: bool = False, part: slice = slice(None), but: Iterable[str] = ()) -> str | None:
-    """What is wrong with the checkpoint in ``folder``; None if its files have the sizes and checksums of the manifest.
+    """The defect of the checkpoint in ``folder``; None if its files have the sizes and checksums of the manifest.
 
     Args:
         from_disk: drop the files from the page cache first, so that the disk is read.

@@ -161,7 +161,7 @@ def read_metrics_and_rest(path: Path) -> tuple[list[dict], int]:
 
 
 def _is_line(text: str, before: list[dict]) -> bool:
-    """Whether this is a line of metrics, not of an earlier step than the one before it, and of whole characters."""
+    """True if this is a line of metrics, not of an earlier step than the one before it, and of whole characters."""
     try:
         line = json.loads(text)
     except (ValueError, RecursionError):

@@ -132,7 +132,7 @@ def reshard(module: nn.Module) -> None:
 
 
 def sum_over_replicas(module: nn.Module, wanted: bool) -> None:
-    """Whether backward passes sum gradients over replicas (HSDP); those before the last of a step need not."""
+    """True if backward passes sum gradients over replicas (HSDP); those before the last of a step need not."""
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.set_requires_all_reduce(wanted, recurse=False)

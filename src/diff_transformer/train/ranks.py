@@ -1,4 +1,4 @@
-"""What the processes of a run agree on: which of them prints and writes, and what each of them says.
+"""The agreement of a run's processes: which of them prints and writes, and what each of them says.
 
 This module imports no PyTorch at the top, so that commands that only ask for ``is_first`` start fast.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def is_first() -> bool:
-    """Whether this is rank 0 of the processes that torchrun started, or a process alone: the one that prints."""
+    """True if this is rank 0 of the processes that torchrun started, or a process alone: the one that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 

@@ -1,4 +1,4 @@
-"""What a training step keeps for its backward pass, and what it computes again (``train.activation_checkpointing``)."""
+"""Activations that a step keeps for its backward pass, and those it recomputes (``train.activation_checkpointing``)."""
 
 import logging
 import os

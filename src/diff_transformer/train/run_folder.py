@@ -168,7 +168,7 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
 
 
 def damaged_model(folder: Path, model) -> str | None:
-    """What makes the saved ``model`` in ``folder`` unusable, or None. Names and shapes are compared, not numbers."""
+    """The defect of the saved ``model`` in ``folder``, or None. Names and shapes are compared, not numbers."""
     try:
         settings = read_settings(folder)
         if settings is None:

@@ -96,7 +96,7 @@ class ShardWriter(dcp.FileSystemWriter):
 
 @dataclass(frozen=True)
 class _Hashed(WriteResult):
-    """What a process tells rank 0 about a tensor it wrote, with the checksums of its files."""
+    """A process's message to rank 0 about a tensor it wrote, with the checksums of its files."""
 
     checksums: dict[str, str]
 

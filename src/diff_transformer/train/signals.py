@@ -36,7 +36,7 @@ def once_saved(stopped: KeyboardInterrupt, saved: bool, how: str) -> KeyboardInt
 
 
 class StopRequest:
-    """Whether the process was asked to stop, ``if stop(): ...``, and by which signal."""
+    """A flag that a signal sets: ``if stop(): ...``; ``number`` is the signal."""
 
     number: int | None = None
 

@@ -80,7 +80,7 @@ def whole_model(model: Any, first: bool) -> Any:
 
 
 def is_sharded(model: nn.Module) -> bool:
-    """Whether some parameter is a DTensor."""
+    """True if some parameter is a DTensor."""
     return any(isinstance(parameter, DTensor) for parameter in model.parameters())
 
 
@@ -107,7 +107,7 @@ def plain_state(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def has_shards(state: dict[str, Any]) -> bool:
-    """Whether some tensor of the state is a DTensor, so that this process may hold only a part of it."""
+    """True if some tensor of the state is a DTensor, so that this process may hold only a part of it."""
     return any(isinstance(tensor, DTensor) for tensor in _tensors(state))
 
 

@@ -82,7 +82,7 @@ def layer_lambdas(model: nn.Module) -> list[float]:
 
 
 def _is_seen(module: Any) -> bool:
-    """Whether a lambda has a present value: one for each token keeps its mean only if it was made to."""
+    """True if a lambda has a present value: one for each token keeps its mean only if it was made to."""
     return getattr(module, "mean", 0) is not None
 
 

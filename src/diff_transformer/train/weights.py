@@ -64,5 +64,5 @@ def merged(model: Any) -> Any:
 
 
 def is_of_attention(name: str) -> bool:
-    """Whether a module or parameter belongs to an attention layer: to projections, lambda or the heads' norms."""
+    """True if a module or parameter belongs to an attention layer: to projections, lambda or the heads' norms."""
     return bool(_ATTENTION & set(name.split(".")))

@@ -39,7 +39,7 @@ def on_device(device: torch.device) -> AbstractContextManager:
 
 
 def inputs_of(call: Call) -> tuple[Tensor, ...]:
-    """What kernels read as ``inputs``: q1, q2, k1, k2, v, lam and first, in the place of a missing one lam."""
+    """The ``inputs`` of kernels: q1, q2, k1, k2, v, lam and first, in the place of a missing one lam."""
     return *call.inputs, call.lam if call.first is None else call.first
 
 
@@ -94,7 +94,7 @@ def aligned_rows(mask: Tensor) -> Tensor:
 
 
 def _ends_within_memory(mask: Tensor) -> bool:
-    """Whether the last row, padded, still lies within the storage of the mask."""
+    """True if the last row, padded, still lies within the storage of the mask."""
     last = sum((size - 1) * step for size, step in zip(mask.shape[:3], mask.stride()[:3], strict=True))
     end = mask.storage_offset() + last + -(-mask.shape[3] // ALIGNMENT) * ALIGNMENT
     return end * mask.element_size() <= mask.untyped_storage().nbytes()
