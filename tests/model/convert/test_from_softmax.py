@@ -268,7 +268,7 @@ def test_the_command(source, tmp_path, monkeypatch, capsys):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "diff").lambdas().tolist() == [0.25] * 3
     code, said = run("--to", "diff_v2", "--out", tmp_path / "v2", "--lambda-init", "0.25")
     assert code == 2
-    assert "lambda_init: not for a conversion from 'llama' to 'diff_v2'" in said.err
+    assert "lambda_init: not for a conversion from 'llama' to 'diff_v2'; leave it out (options: none)" in said.err
 
 
 def test_a_model_of_another_class_is_named():

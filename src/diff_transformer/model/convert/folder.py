@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from inspect import signature
+from inspect import Parameter, signature
 from pathlib import Path
 from typing import Any
 
@@ -84,7 +84,9 @@ def convert_folder(
     if other is None and target not in LAYOUTS:
         starts = " or ".join(start for start, to in DIRECT if to == target)
         raise ValueError(f"cannot convert from {origin!r} to {target!r}; --to {target} is for {starts}")
-    _check_options(options, set(() if other is None else signature(other).parameters), repr(origin), target)
+    parameters = {} if other is None else signature(other).parameters
+    known = {name for name, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
+    _check_options(options, known, repr(origin), target)
     if origin == target:
         raise ValueError(f"{source} is in the layout {target!r} already; give another --to: {_others(origin)}")
     notes = [f"{source}: {LAYOUTS[origin].title}"]
@@ -300,7 +302,11 @@ def _check_names(origin: str | None, target: str):
 def _check_options(options: dict, known: set[str], origin: str, target: str):
     unknown = sorted(set(options) - known)
     if unknown:
-        raise ValueError(f"{', '.join(unknown)}: not for a conversion from {origin} to {target!r}")
+        accepted = ", ".join(sorted(known)) or "none"
+        raise ValueError(
+            f"{', '.join(unknown)}: not for a conversion from {origin} to {target!r}; leave it out "
+            f"(options: {accepted})"
+        )
 
 
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
