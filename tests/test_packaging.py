@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import diff_transformer
+from diff_transformer.ops.cpu.library import LIBRARIES, path_of
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -157,9 +158,12 @@ def test_the_wheel_works_in_a_fresh_environment(distributions, tmp_path):
     (packages,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
     folder = packages / "diff_transformer"
-    assert {path.relative_to(ROOT / "src") for path in SOURCES} <= {
-        path.relative_to(packages) for path in folder.rglob("*")
-    }
+    installed = {path.relative_to(packages) for path in folder.rglob("*")}
+    of_kernel = {path.relative_to(ROOT / "src") for path in SOURCES if path.suffix in (".cpp", ".h")}
+    assert {path.relative_to(ROOT / "src") for path in SOURCES} - of_kernel <= installed
+    assert not of_kernel & installed, "the wheel holds the compiled kernel instead"
+    here = {path.name for path in map(path_of, LIBRARIES) if path.exists()}
+    assert {path.name for path in installed if path.suffix == ".so"} == here
     env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     code = (
         "import sys, torch, diff_transformer as d, importlib.metadata as m\n"
