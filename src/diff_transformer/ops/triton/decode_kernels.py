@@ -116,7 +116,7 @@ def write_output(
 @triton.jit
 def write_partial(partial, out_row, all_rows, row_exists, map1, map2, VA: tl.constexpr, VB: tl.constexpr,
                   DV: tl.constexpr):  # fmt: skip
-    """The results of this split for both maps: unnormalised outputs, row maxima and row sums."""
+    """What this split found of both maps: unnormalised outputs, row maxima and row sums."""
     acc1a, acc1b, row_max1, row_sum1 = map1
     acc2a, acc2b, row_max2, row_sum2 = map2
     first = tl.program_id(1).to(tl.int64) * 2 * all_rows  # first row of this split in ``partial``
