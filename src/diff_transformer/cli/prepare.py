@@ -8,11 +8,11 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import read_json
 from diff_transformer.cli.app import bytes_done
 from diff_transformer.data.datatrove_tasks import LOGS, Engine
 from diff_transformer.data.prepare import PrepareConfig, prepare
-from diff_transformer.data.prepared_folder import MANIFEST, PLAN, read_manifest, repair_command, verify
+from diff_transformer.data.prepared_folder import read_plan, repair_command, verify
+from diff_transformer.data.sources import SPLITS
 
 
 def run_prepare(
@@ -57,7 +57,7 @@ def run_verify(folder: Path) -> None:
 def describe(manifest: dict[str, Any]) -> str:
     """A summary of a prepared folder: tokens, documents, shards and tokenizer, a line each."""
     lines = []
-    for side in ("train", "validation"):
+    for side in SPLITS:
         part = manifest[side]
         counts = f"{part['tokens']:,} tokens of {part['documents']:,} documents"
         lines.append(f"{side}: {counts}, {part['text_bytes']:,} bytes of text")
@@ -71,9 +71,9 @@ def describe(manifest: dict[str, Any]) -> str:
 
 def _planned(out: Path, given: dict[str, Any]) -> PrepareConfig:
     """The config of the preparation in ``out``, with what is given."""
-    if not (out / MANIFEST).exists() and not (out / PLAN).exists():
+    plan = read_plan(out)
+    if plan is None:
         raise ValueError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
-    plan = read_manifest(out) if (out / MANIFEST).exists() else read_json(out / PLAN)
     return dataclasses.replace(PrepareConfig.from_dict(plan["settings"]), **given)
 
 

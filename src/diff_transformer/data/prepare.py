@@ -30,8 +30,10 @@ from diff_transformer.data.prepared_folder import (
     TOKENIZER,
     TOKENS,
     VERSION,
+    is_prepared,
     new_digest,
     read_manifest,
+    read_plan,
     write_json,
     wrong_content,
     wrong_size,
@@ -132,7 +134,7 @@ def prepare(
     out = Path(out).absolute()
     config.validate()
     require_writable(out)
-    begun = (out / PLAN).exists() or (out / MANIFEST).exists()
+    begun = is_prepared(out)
     if out.exists() and {path.name for path in out.iterdir()} - {_LOCK, TOKENIZER} and not (begun and resume):
         kind = "a preparation; continue or repair it (--resume), or" if begun else "something else;"
         raise FileExistsError(f"{out} holds {kind} choose another folder")
@@ -154,9 +156,7 @@ def prepare(
 
 def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[str, Any]:
     """The plan of the folder, which is written if there is none; raises ValueError if it has another one."""
-    there = (
-        read_manifest(out) if (out / MANIFEST).exists() else read_json(out / PLAN) if (out / PLAN).exists() else None
-    )
+    there = read_plan(out)
     files = len(sources) if all(source.kind != "hub" for source in sources) else None
     tasks = config.tasks or min(files or 1, MAX_TASKS)
     if files is not None and tasks > files:
@@ -233,7 +233,8 @@ def _records_of(out: Path, manifest: dict[str, Any] | None, rank: int) -> list[d
     if manifest is not None:
         return [manifest[split]["shards"][rank] for split in SPLITS]
     path = out / TASKS / f"{rank}.json"
-    return [record for split in SPLITS for record in [read_json(path)[split]]] if path.exists() else []
+    record = read_json(path) if path.exists() else {}
+    return [record[split] for split in SPLITS if split in record]
 
 
 def _run_tasks(out: Path, plan: dict[str, Any], progress: Callable[[int, int], object]) -> None:
@@ -294,9 +295,9 @@ def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str, 
     """Lists of (split, piece of a text, first piece?, last piece?), of about ``_BATCH`` characters."""
     batch, size = [], 0
     for split, text in texts:
-        *begin, last = pieces(text)
-        for number, piece in enumerate([*begin, last]):
-            batch.append((split, piece, number == 0, number == len(begin)))
+        parts = pieces(text)
+        for number, piece in enumerate(parts, start=1):
+            batch.append((split, piece, number == 1, number == len(parts)))
             size += len(piece)
             if size >= _BATCH:
                 yield batch

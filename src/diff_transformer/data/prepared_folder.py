@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from diff_transformer.checks import read_json
+from diff_transformer.data.sources import SPLITS
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.durable import write_whole
 
@@ -55,6 +56,14 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
         raise ValueError(f"{path} is not the manifest of {FORMAT!r}, version {VERSION}; prepare the text again")
     return manifest
+
+
+def read_plan(folder: Path | str) -> dict[str, Any] | None:
+    """The manifest of a complete folder, the plan of another; None if nothing was prepared there."""
+    folder = Path(folder)
+    if (folder / MANIFEST).exists():
+        return read_manifest(folder)
+    return read_json(folder / PLAN) if (folder / PLAN).exists() else None
 
 
 def repair_command(folder: Path | str) -> str:
@@ -125,7 +134,7 @@ def verify(folder: Path | str, progress: Callable[[int, int], None] = lambda don
     """
     folder = Path(folder)
     manifest = read_manifest(folder)
-    records = [record for split in ("train", "validation") for record in manifest[split]["shards"]]
+    records = [record for split in SPLITS for record in manifest[split]["shards"]]
     problems = []
     for number, record in enumerate(records, start=1):
         problems += filter(None, [wrong_content(folder / SHARDS, record, manifest["dtype"])])

@@ -96,18 +96,15 @@ struct Decode {
     void head(int64_t b, int64_t g) {
         float sum1[MAX_ROWS], sum2[MAX_ROWS];
         const int64_t seen = std::min(p.S - r.k0, r.n), heads = p.H / p.G, padded = round_up(p.Dv, W);
-        const int64_t m = p.Hn ? p.H / p.Hn : 1;
+        const int64_t m = p.H / p.Hn;
         std::fill(total, total + MAX_ROWS * padded, 0.0f);
         if (r.n) {
-            if (p.Hn) map(p.q2, p.k2, rows2, b, g, s2, sum2);
+            map(p.q2, p.k2, rows2, b, g, s2, sum2);
             map(p.q1, p.k1, rows1, b, g, s1, sum1);
             for (int64_t j = 0; j < rows1; j++) {
                 const int64_t h = g * heads + j / p.T, t = j % p.T, j2 = j / p.T / m * p.T + t;
                 const float c1 = inverse(sum1[j]) * p.first.at(b, h, t, 1);
-                if (p.Hn)
-                    subtract(r.n, s1 + j * r.ldn, s2 + j2 * r.ldn, c1, inverse(sum2[j2]), lam_of_layer + p.lam.at(b, h, t, 0));
-                else
-                    for (int64_t i = 0; i < r.n; i++) s1[j * r.ldn + i] *= c1;
+                subtract(r.n, s1 + j * r.ldn, s2 + j2 * r.ldn, c1, inverse(sum2[j2]), lam_of_layer + p.lam.at(b, h, t, 0));
             }
             const Number* v = at<Format>(p.v, b, g, r.k0);
             for (int64_t i = 0; i < seen; i += DEEP)  // so that a strip of values stays in cache

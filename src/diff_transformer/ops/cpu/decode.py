@@ -28,9 +28,9 @@ def can_decode(q: Tensor) -> bool:
 
 def decode_heads(
     q1: Tensor,
-    q2: Tensor | None,
+    q2: Tensor,
     k1: Tensor,
-    k2: Tensor | None,
+    k2: Tensor,
     v: Tensor,
     lam: float | Tensor = 0.0,
     lambda_vectors: Sequence[Tensor] = (),
@@ -49,7 +49,7 @@ def decode_heads(
 
     Args:
         q1: [B, H, T, D], fp32 or bf16, like all tensors but the weights; H / G * T at most 8.
-        q2: [B, Hn, T, D], or None without a second map.
+        q2: [B, Hn, T, D].
         k1, k2: [B, G, S, D]; k2 may be k1.
         v: [B, G, S, Dv].
         lam: a number, or fp32 [B, H, T, 1].
@@ -62,7 +62,6 @@ def decode_heads(
     Returns:
         [B, T, H, Dv] in the dtype of v.
     """
-    q2, k2 = (q1, k1) if (one_map := q2 is None or k2 is None) else (q2, k2)
     if not passes_fast_check(q1, q2, k1, k2, v):
         return None
     (B, H, T, D), (G, S), Dv = q1.shape, k1.shape[1:3], v.shape[3]
@@ -85,7 +84,7 @@ def decode_heads(
     problem = Problem(
         q1=matrix(q1, kept), k1=keys, v=matrix(v, kept), out=Matrix(out.data_ptr(), T * H * Dv, Dv, H * Dv),
         q2=matrix(q2, kept), k2=keys if k2 is k1 else matrix(k2, kept),
-        B=B, H=H, Hn=0 if one_map else q2.shape[1], G=G, T=T, S=S, D=D, Dv=Dv, causal=is_causal, window=window or 0,
+        B=B, H=H, Hn=q2.shape[1], G=G, T=T, S=S, D=D, Dv=Dv, causal=is_causal, window=window or 0,
         threads=threads_of(B * H * T * S * (D + Dv)), rows=T, parts=1, bf16=q1.dtype == torch.bfloat16, scale=D**-0.5,
     )  # fmt: skip
     if not lam_is_number:

@@ -34,7 +34,7 @@ struct Problem {
     RowWeights lam, first;                // of the second map, else 0, and of the first, else 1
     float *dlam, *dfirst;                 // [B, H, T], dense
     Mask mask;
-    int64_t B, H, Hn, G, T, S, D, Dv;     // decoding: Hn = 0, one map
+    int64_t B, H, Hn, G, T, S, D, Dv;
     int64_t causal, window;               // window 0: none
     int64_t threads;
     int64_t rows;                         // queries of a block
