@@ -14,6 +14,7 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import Mixture
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.evals import allocation, needle
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import evaluate_outliers
@@ -32,7 +33,7 @@ def test_names_and_values_are_said():
 
 @pytest.mark.parametrize("value", ["12", [12], object, np.ones(2)])
 def test_what_is_no_number_is_said_with_its_name(value):
-    with pytest.raises(TypeError, match=r"^size is .*; give a positive number$"):
+    with pytest.raises(UserError, match=r"^size is .*; give a positive number$"):
         require_positive(size=value)
 
 

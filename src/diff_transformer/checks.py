@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.errors import UserError
+
 MAX_SEED = 2**32 - 1
 LOWEST_TEMPERATURE = 1e-5  # below it the likeliest token is taken: logits over less exceed what fp32 holds
 _SHOWN = 8  # names in a message, at most
@@ -25,22 +27,22 @@ def require_positive(**sizes: float | None) -> None:
         try:
             positive = bool(value > 0)
         except (TypeError, ValueError):  # ValueError: an array with several elements
-            raise TypeError(f"{name} is {value!r}; give a positive number") from None
+            raise UserError(f"{name} is {value!r}; give a positive number") from None
         if not positive:
-            raise ValueError(f"{name} is {value}; it must be positive")
+            raise UserError(f"{name} is {value}; it must be positive")
 
 
 def require_seed(name: str, seed: int | None) -> None:
     """Raise ValueError unless every generator of random numbers takes ``seed``, or it is None."""
     if seed is not None and not 0 <= seed <= MAX_SEED:
-        raise ValueError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
+        raise UserError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
 
 
 def require_regular(*paths: Path) -> None:
     """Raise ValueError for a path that is neither a file nor a folder: reading a pipe or a device may never end."""
     for path in paths:
         if path.exists() and not path.is_file() and not path.is_dir():
-            raise ValueError(f"{path} is a pipe, a socket or a device, which may never end; give a file")
+            raise UserError(f"{path} is a pipe, a socket or a device, which may never end; give a file")
 
 
 def read_json(path: Path, advice: str = "restore it from a copy", error: type[ValueError] = ValueError) -> Any:
@@ -82,7 +84,7 @@ def require_known(kind: str, name: str, known: Iterable[str], more: str = "") ->
     """Raise ValueError if ``name`` is not in ``known``, with the nearest name, all names, and ``more``."""
     known = list(known)
     if name not in known:
-        raise ValueError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
+        raise UserError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
 
 
 def refuse_keywords(of: str, given: Iterable[str], known: Iterable[str]) -> None:
@@ -90,7 +92,7 @@ def refuse_keywords(of: str, given: Iterable[str], known: Iterable[str]) -> None
     known = list(known)
     for name in given:
         if name not in known:
-            raise TypeError(f"{of} has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
+            raise UserError(f"{of} has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
 
 
 def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
@@ -113,7 +115,7 @@ def require_extra(extra: str, purpose: str, *packages: str) -> None:
     """
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
-        raise RuntimeError(
+        raise UserError(
             f"{purpose} needs {' and '.join(missing)}; install with: pip install 'diff-transformer[{extra}]'"
         )
 
@@ -126,4 +128,4 @@ def require_whole_percents(depths: Sequence[float]) -> None:
     """
     percents = [round(100 * depth) for depth in depths]
     if len(set(percents)) < len(percents):
-        raise ValueError(f"depths are {list(depths)}, of which two round to the same per cent; give each its own")
+        raise UserError(f"depths are {list(depths)}, of which two round to the same per cent; give each its own")

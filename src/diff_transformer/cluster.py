@@ -9,6 +9,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from diff_transformer.checks import first_line, require_extra
+from diff_transformer.errors import UserError
 
 _CONNECT_SECONDS = 5  # for an address to accept a connection; Ray itself tries for a minute
 _PATIENCE = {"RAY_NUM_REDIS_GET_RETRIES": "1", "RAY_py_gcs_connect_timeout_s": "5"}  # Ray waits two minutes by default
@@ -49,7 +50,7 @@ def connect(address: str | None = None) -> None:
 def _require_listener(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host.strip("/") or "://" in address or not port.isdecimal():
-        raise ValueError(f"--address {address!r} is not HOST:PORT of a Ray cluster's head, as `ray start` prints it")
+        raise UserError(f"--address {address!r} is not HOST:PORT of a Ray cluster's head, as `ray start` prints it")
     try:
         socket.create_connection((host.strip("[]"), int(port)), _CONNECT_SECONDS).close()
     except (OSError, OverflowError) as error:

@@ -17,6 +17,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any, NamedTuple, Union, get_args, get_origin
 
+from diff_transformer.errors import UserError
+
 _NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text", type(None): "null"}
 _EXAMPLES = {int: "1", float: "0.5", bool: "true", str: '"text"'}
 
@@ -32,7 +34,7 @@ def parse(assignment: str, example: str) -> tuple[str, Any]:
     """
     key, separator, text = assignment.partition("=")
     if not separator:
-        raise ValueError(f"{assignment!r} is not an assignment; write key=value, for example {example}")
+        raise UserError(f"{assignment!r} is not an assignment; write key=value, for example {example}")
     return key.strip(), value_of(text.strip())
 
 
@@ -171,9 +173,9 @@ def check_rules(settings: Any, prefix: str = "") -> None:
             try:
                 holds = rule.holds(value)
             except TypeError:
-                raise TypeError(f"{name} is {value!r}; give {_described(field.type)}") from None
+                raise UserError(f"{name} is {value!r}; give {_described(field.type)}") from None
             if not holds:
-                raise ValueError(f"{name} is {value!r}; {rule.advice}")
+                raise UserError(f"{name} is {value!r}; {rule.advice}")
 
 
 def fit_kinds(settings: Any, prefix: str = "") -> None:
@@ -198,11 +200,11 @@ def as_kind(kind: Any, value: Any, name: str, hint: str = "") -> Any:
     """
     made, fits = _fitted(kind, value)
     if not fits and hint:
-        raise ValueError(f"{name} is {value!r}; give {hint}")
+        raise UserError(f"{name} is {value!r}; give {hint}")
     if not fits:
         compound = get_origin(_bare(kind)) in (tuple, list, dict)
         example = f", such as {_example(kind)}" if compound else ""
-        raise ValueError(f"{name} is {value!r}; give {_described(kind)}{example}")
+        raise UserError(f"{name} is {value!r}; give {_described(kind)}{example}")
     return made
 
 

@@ -10,6 +10,7 @@ from diff_transformer.bench.generation import ModelSetting
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.bench.throughput import ThroughputSetting
 from diff_transformer.durable import DiskError
+from diff_transformer.errors import UserError
 
 
 @pytest.fixture
@@ -37,7 +38,7 @@ def test_a_record_and_a_table(tiny, tmp_path, capsys, name):
 def test_nothing_is_overwritten_unasked(tiny, tmp_path):
     out = tmp_path / "attention.json"
     out.write_text("mine")
-    with pytest.raises(FileExistsError, match=r"exists; choose another --out, or leave it out"):
+    with pytest.raises(UserError, match=r"exists; choose another --out, or leave it out"):
         run.run_bench("attention", out, repeats=1, backends=["blockwise"])
     assert out.read_text() == "mine"
     run.run_bench("attention", out, repeats=1, backends=["blockwise"], overwrite=True)

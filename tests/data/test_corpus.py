@@ -11,6 +11,7 @@ import pytest
 from diff_transformer.data import corpus as corpus_module
 from diff_transformer.data import load_corpus, python_library
 from diff_transformer.data.documents import Document, held_out_split, tail_split, take_bytes
+from diff_transformer.errors import UserError
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +195,7 @@ def test_path_errors_name_the_trouble(tmp_path):
     for pipe in (pipes / "pipe.txt", pipes, "/dev/zero"):
         with pytest.raises(ValueError, match=r"(pipe.txt|/dev/zero) is a pipe, a socket or a device"):
             load_corpus(str(pipe))
-    with pytest.raises(FileNotFoundError, match=r"nowhere.*does not exist; give 'python' or"):
+    with pytest.raises(UserError, match=r"nowhere.*does not exist; give 'python' or"):
         load_corpus(tmp_path / "nowhere")
     _write(
         tmp_path, {"rows.parquet": b"PAR1", "empty.txt": "", "latin.txt": b"\xff\xfe", "broken.tar.xz": b"no archive"}
@@ -300,7 +301,7 @@ def test_what_prepare_reads_is_refused_with_its_command(tmp_path):
     for path in (tmp_path / "rows", tmp_path / "b.jsonl", tmp_path / "c.parquet"):
         with pytest.raises(ValueError, match=re.escape(f"`diff-transformer prepare {path} --out FOLDER`")):
             load_corpus(path)
-    with pytest.raises(FileNotFoundError, match=r"or prepare it: `diff-transformer prepare SOURCE\.\.\. --out corpus`"):
+    with pytest.raises(UserError, match=r"or prepare it: `diff-transformer prepare SOURCE\.\.\. --out corpus`"):
         load_corpus("corpus")
     (tmp_path / "picture.png").write_bytes(b"")
     with pytest.raises(ValueError, match=r"suffix '\.png', which is not read") as caught:

@@ -19,6 +19,7 @@ from diff_transformer.data.datatrove_tasks import Engine
 from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.data.prepared import Shards
 from diff_transformer.data.prepared_folder import read_manifest, verify
+from diff_transformer.errors import UserError
 
 pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[datatrove]'")
 LOCAL = Engine("local", jobs=1)
@@ -134,7 +135,7 @@ def test_a_worker_that_is_killed_is_an_error_that_says_what_to_do(rows, tmp_path
         children.pop().kill()
 
     threading.Thread(target=kill_a_child, daemon=True).start()
-    with pytest.raises(RuntimeError, match=r"killed, perhaps because memory ran out.*--resume and fewer --jobs"):
+    with pytest.raises(UserError, match=r"killed, perhaps because memory ran out.*--resume and fewer --jobs"):
         prepare(rows, tmp_path / "out", engine=LOCAL)
 
 
@@ -188,10 +189,10 @@ def test_bad_input_is_one_sentence_before_anything_is_written(rows, tmp_path, mo
     refused("--engine slurm needs --partition NAME and --time HH:MM:SS", Engine("slurm"))
     monkeypatch.setenv("PATH", str(tmp_path))
     submitted = Engine("slurm", partition="cpu", time="01:00:00")
-    refused("there is no command sbatch here; .*--dry-run", submitted, RuntimeError)
+    refused("there is no command sbatch here; .*--dry-run", submitted, UserError)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     refused(r"--engine needs datatrove and dill; install with: pip install 'diff-transformer\[datatrove\]'",
-            error=RuntimeError)  # fmt: skip
+            error=UserError)  # fmt: skip
     assert not (tmp_path / "out").exists()
 
 

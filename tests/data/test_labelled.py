@@ -9,6 +9,7 @@ import pytest
 from diff_transformer.data.tasks.labelled import SETS, load_labelled, read_csv
 from diff_transformer.data.tasks.trec import COARSE, FINE
 from diff_transformer.data.tasks.types import Labelled, LabelledSet, hold_out
+from diff_transformer.errors import UserError
 
 TRAIN = "HUM:ind Who painted the caf\xe9 at night ?\nLOC:city What is the capital of Norway ?\nNUM:date When was it ?\n"
 TEST = "LOC:other Where is the  Lofoten wall ?\n\nHUM:gr Who won ?\n"
@@ -206,7 +207,7 @@ def test_hub_without_network_or_package(monkeypatch):
 
 
 def test_errors(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no labelled set at /nowhere"):
+    with pytest.raises(UserError, match="no labelled set at /nowhere"):
         load_labelled("/nowhere")
     with pytest.raises(ValueError, match="holds nothing"):
         load_labelled(tmp_path)

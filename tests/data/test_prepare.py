@@ -21,6 +21,7 @@ from diff_transformer.data.prepared import Shards
 from diff_transformer.data.prepared_folder import load_prepared_tokenizer, read_manifest, verify
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
 from diff_transformer.durable import DiskError
+from diff_transformer.errors import UserError
 
 END = 256
 
@@ -155,7 +156,7 @@ def test_a_killed_command_goes_on(tmp_path):
         time.sleep(0.01)
     running.kill()
     running.wait()
-    with pytest.raises(FileExistsError, match=r"holds a preparation; continue or repair it \(--resume\)"):
+    with pytest.raises(UserError, match=r"holds a preparation; continue or repair it \(--resume\)"):
         prepare(PrepareConfig((str(tmp_path),), tokenizer="bytes"), out)
     run_prepare([], out, {}, resume=True)
     config = PrepareConfig(tuple(str(tmp_path / f"{f}.jsonl") for f in range(6)), tokenizer="bytes")
@@ -229,15 +230,13 @@ def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
 def test_nothing_is_written_over(tmp_path, rows):
     prepare(rows, tmp_path / "out")
     before = content(tmp_path / "out")
-    with pytest.raises(
-        FileExistsError, match=r"holds a preparation; continue or repair it \(--resume\), or choose ano"
-    ):
+    with pytest.raises(UserError, match=r"holds a preparation; continue or repair it \(--resume\), or choose ano"):
         prepare(rows, tmp_path / "out")
     assert content(tmp_path / "out") == before
     (tmp_path / "own").mkdir()
     (tmp_path / "own" / "thesis.txt").write_text("years of work")
     for resume in (False, True):
-        with pytest.raises(FileExistsError, match="own holds something else; choose another folder"):
+        with pytest.raises(UserError, match="own holds something else; choose another folder"):
             prepare(rows, tmp_path / "own", resume=resume)
     (tmp_path / "file").write_text("")
     with pytest.raises(DiskError, match="file is a file; choose another --out"):
@@ -248,7 +247,7 @@ def test_two_at_work_in_one_folder_is_refused(tmp_path, rows):
     (tmp_path / "out").mkdir()
     with (
         FileLock(tmp_path / "out" / ".lock"),
-        pytest.raises(RuntimeError, match=r"another process is preparing .*out;"),
+        pytest.raises(UserError, match=r"another process is preparing .*out;"),
     ):
         prepare(rows, tmp_path / "out")
 
@@ -278,5 +277,5 @@ def test_a_folder_that_is_not_complete_is_refused(tmp_path, rows, monkeypatch):
         ValueError, match=r"out is not complete; continue with `diff-transformer prepare --out .*out --re"
     ):
         read_manifest(tmp_path / "out")
-    with pytest.raises(FileNotFoundError, match=r"is not a prepared folder: it has no manifest.json"):
+    with pytest.raises(UserError, match=r"is not a prepared folder: it has no manifest.json"):
         read_manifest(tmp_path)

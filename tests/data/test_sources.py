@@ -13,6 +13,7 @@ import zstandard
 from diff_transformer.data import load_corpus, python_library
 from diff_transformer.data.documents import Corpus, Document, hash_of_name
 from diff_transformer.data.sources import Reader, find_sources
+from diff_transformer.errors import UserError
 
 TEXTS = ["one é", "two\nlines", "three", "four 日本"]
 
@@ -167,7 +168,7 @@ def test_errors_name_what_is_wrong(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for name, error, message in [
         ("latin.txt", ValueError, r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv"),
-        ("none", FileNotFoundError, "none' does not exist; give 'python', a text file"),
+        ("none", UserError, "none' does not exist; give 'python', a text file"),
         ("x", ValueError, "x' holds nothing that is read; give"),
         ("cut.jsonl.gz", ValueError, r"cut\.jsonl\.gz cannot be unpacked after line \d+ \("),
         ("a.tar.gz", ValueError, r"a\.tar\.gz' is an archive; unpack it \(tar xf .*a\.tar\.gz\) and give the folder"),

@@ -14,6 +14,7 @@ from diff_transformer.data.tasks.grounded import HUB, load_grounded
 from diff_transformer.data.tasks.python_tasks import documented, documented_in, lookups, summaries
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, summarise, trimmed
 from diff_transformer.evals.judges import NO, ContainmentJudge, Judgement
 from diff_transformer.evals.lm import CausalLM
@@ -368,7 +369,7 @@ def test_rows_that_cannot_be_read_are_named(tmp_path, row, message):
 
 
 def test_sources_that_are_none(tmp_path, monkeypatch):
-    with pytest.raises(FileNotFoundError, match="does not exist; give 'python', 'hub:NAME'"):
+    with pytest.raises(UserError, match="does not exist; give 'python', 'hub:NAME'"):
         load_grounded(str(tmp_path / "nothing.json"))
     with pytest.raises(ValueError, match="holds none of"):
         load_grounded(str(tmp_path))
@@ -472,5 +473,5 @@ def test_the_command_with_an_endpoint_needs_a_key(tiny, tmp_path, monkeypatch):
     for name in ("OPENAI_API_KEY", "OPENAI_ADMIN_KEY"):
         monkeypatch.delenv(name, raising=False)
     settings = settings_of("hallucination", {}, ["judge=endpoint:m", 'judge_options={"max_tokens": 4}'])
-    with pytest.raises(RuntimeError, match=r"the judge m cannot be asked: .*OPENAI_API_KEY"):
+    with pytest.raises(UserError, match=r"the judge m cannot be asked: .*OPENAI_API_KEY"):
         run_eval("hallucination", tiny, settings, tmp_path / "out.json")

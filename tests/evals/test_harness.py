@@ -8,6 +8,7 @@ from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
 from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet
+from diff_transformer.errors import UserError
 from diff_transformer.evals import harness
 from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
@@ -408,7 +409,7 @@ def test_rows_that_cannot_be_read_are_named(tmp_path, row, message):
 
 
 def test_files_that_are_no_tasks(tmp_path):
-    with pytest.raises(FileNotFoundError, match="does not exist; give 'python', or a file"):
+    with pytest.raises(UserError, match="does not exist; give 'python', or a file"):
         load_multiple_choice(str(tmp_path / "nothing.jsonl"))
     with pytest.raises(ValueError, match="holds no file that is read"):
         load_multiple_choice(str(tmp_path))

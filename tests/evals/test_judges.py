@@ -12,6 +12,7 @@ from tiny_models import bos_tokenizer, tiny_lm
 
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.evals.hallucination import evaluate_hallucination
 from diff_transformer.evals.judges import (
     ContainmentJudge,
@@ -172,7 +173,7 @@ def test_a_reply_comes_with_the_key_from_the_right_address(server):
 
 def test_a_client_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"a judge endpoint needs openai; .*diff-transformer\[judge\]"):
+    with pytest.raises(UserError, match=r"a judge endpoint needs openai; .*diff-transformer\[judge\]"):
         EndpointJudge("judge-1")
 
 
@@ -204,7 +205,7 @@ def test_a_run_that_the_endpoint_breaks_off_goes_on_without_repeating_a_verdict(
     def go(resume):
         return evaluate_hallucination(Echo(), sets, EndpointJudge("m"), samples=Samples(journal, resume=resume))
 
-    with pytest.raises(RuntimeError, match=r"endpoint:m: .*no such key.*; verdicts so far are kept, run again with"):
+    with pytest.raises(UserError, match=r"endpoint:m: .*no such key.*; verdicts so far are kept, run again with"):
         go(resume=False)
     result = go(resume=True)
     assert [row["verdict"] for row in result.rows] == ["yes", "no", "yes", "yes"]

@@ -10,6 +10,7 @@ from tiny_models import tiny_lm
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tasks.continuations import continuations_of, load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
+from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
@@ -269,7 +270,7 @@ def test_files_of_hellaswag_in_both_forms(tmp_path):
     text, rows = (load_continuations(str(tmp_path / name)) for name in ("val.txt.bz2", "val.jsonl"))
     assert text[0].question == rows[0].question == "Skiing: A man stands. He"
     assert (text[0].choices[2], text[0].answer, text[1].answer, rows[0].answer) == ("skis.", 2, 0, 2)
-    with pytest.raises(FileNotFoundError, match="give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag"):
+    with pytest.raises(UserError, match="give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag"):
         load_continuations(str(tmp_path / "none.txt"))
 
 

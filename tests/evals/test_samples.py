@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from diff_transformer.errors import UserError
 from diff_transformer.evals.samples import Samples
 
 SETTINGS = {"length": 8, "depths": (0, 1)}
@@ -49,7 +50,7 @@ def test_another_journal_is_refused(tmp_path):
     path = tmp_path / "journal"
     with pytest.raises(KeyboardInterrupt):
         rows(Samples(path, settings=SETTINGS), stop=3)
-    with pytest.raises(FileExistsError, match="holds an interrupted run; resume it"):
+    with pytest.raises(UserError, match="holds an interrupted run; resume it"):
         Samples(path, settings=SETTINGS)
     with pytest.raises(ValueError, match=r"other settings \(saved against given\):\n  length: 8 against 9"):
         Samples(path, settings={**SETTINGS, "length": 9}, resume=True)

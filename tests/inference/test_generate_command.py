@@ -11,6 +11,7 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.cli import app, generate
 from diff_transformer.cli.generate import run_generate
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.inference.generation import GenerationSettings
 from diff_transformer.model.loading import load_model
 from diff_transformer.model.presets import preset
@@ -111,12 +112,12 @@ def test_a_preset_says_that_it_is_untrained(run):
         (["hello", "--temperature", "-1"], ValueError, "temperature is -1.0"),
         (["hello", "--seed", "1"], ValueError, "give a temperature above 0"),
         (["hello", "--dtype", "half"], ValueError, "dtype is 'half'; give float32"),
-        (["hello", "--assistant", "/nowhere/m"], FileNotFoundError, "no model at /nowhere/m"),
+        (["hello", "--assistant", "/nowhere/m"], UserError, "no model at /nowhere/m"),
         (["hello", "--assistant", "demo"], ValueError, "the assistant has 2048 tokens and the model 512"),
         (["hello", "--compile", "--lookup", "2"], ValueError, "leave one of them out"),
         ([], ValueError, "give one of a prompt"),
         (["hello", "--prompts", "x"], ValueError, "give one of a prompt"),
-        (["--prompts", "/nowhere.txt"], FileNotFoundError, "/nowhere.txt is not a file"),
+        (["--prompts", "/nowhere.txt"], UserError, "/nowhere.txt is not a file"),
         (["hello", "--batch-size", "0"], ValueError, "batch_size is 0"),
     ],
 )

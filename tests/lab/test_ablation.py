@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from diff_transformer.checks import differences
+from diff_transformer.errors import UserError
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab import ablation, record, worker
 from diff_transformer.lab.ablation import QUICK, Settings, evaluate_ablation, run, table
@@ -141,7 +142,7 @@ def test_what_is_finished_is_not_done_again(finished):
 @pytest.mark.slow
 def test_a_failing_row_is_reported_with_its_log(base, tmp_path):
     broken = override(base, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0"])
-    with pytest.raises(RuntimeError, match=r"ablation/diff-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
+    with pytest.raises(UserError, match=r"ablation/diff-seed0 failed with exit code 1(.|\n)*FloatingPointError"):
         evaluate_ablation({"diff": ablation_rows(broken)["diff"]}, tmp_path)
 
 

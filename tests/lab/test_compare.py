@@ -15,6 +15,7 @@ from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.data.prepare import PrepareConfig, prepare
+from diff_transformer.errors import UserError
 from diff_transformer.lab.compare import compare, measure_speed
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
@@ -118,7 +119,7 @@ def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(fin
 def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
     out, summary = finished
     config = override(recipe("debug"), settings)
-    with pytest.raises(FileExistsError, match="holds a comparison already"):
+    with pytest.raises(UserError, match="holds a comparison already"):
         compare(config, out)
     with pytest.raises(ValueError, match=r"other settings(.|\n)*config\.optim\.lr: 0\.003 against 0\.001"):
         compare(override(config, ["optim.lr=0.001"]), out, resume=True)
@@ -198,7 +199,7 @@ def test_seeds_can_be_added_and_not_taken_away(assignments, trained_by, tmp_path
 
 def test_strange_folders_are_left_alone(assignments, tmp_path):
     (tmp_path / "letter.txt").write_text("dear")
-    with pytest.raises(FileExistsError, match="is not empty and holds no comparison"):
+    with pytest.raises(UserError, match="is not empty and holds no comparison"):
         compare(override(recipe("debug"), assignments), tmp_path)
 
 
@@ -210,7 +211,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(assignmen
         compare(override(config, ['model.rope_parameters={"rope_type": "linear"}']), out)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vl_convert" else found(name))
-    with pytest.raises(RuntimeError, match="a report needs vl_convert; install with"):
+    with pytest.raises(UserError, match="a report needs vl_convert; install with"):
         compare(config, out)
     assert not out.exists()
 

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.durable import DiskError
+from diff_transformer.errors import UserError
 from diff_transformer.evals import long_nll
 from diff_transformer.evals.types import Result
 from diff_transformer.lab import evaluate
@@ -52,9 +53,9 @@ def test_an_ablation_without_the_extra_for_training_writes_nothing(tmp_path, mon
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else found(name))
     settings = settings_of("ablation", {}, quick=True)
-    with pytest.raises(RuntimeError, match="training needs lightning; install with"):
+    with pytest.raises(UserError, match="training needs lightning; install with"):
         run_eval("ablation", None, settings, tmp_path / "one.json")
-    with pytest.raises(RuntimeError, match="training needs lightning; install with"):
+    with pytest.raises(UserError, match="training needs lightning; install with"):
         run_suite(Plan(["ablation"], [], quick=True), tmp_path / "out")
     assert not any(tmp_path.iterdir())
 

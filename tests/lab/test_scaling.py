@@ -6,6 +6,7 @@ from collections.abc import Sequence
 import pytest
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from diff_transformer.errors import UserError
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.run_tables import Run, read_runs
@@ -227,7 +228,7 @@ def test_a_comparison_that_is_not_finished_is_a_table_of_its_models_alone(tmp_pa
 
 
 def test_missing_tables(tmp_path):
-    with pytest.raises(FileNotFoundError, match="no table of runs at"):
+    with pytest.raises(UserError, match="no table of runs at"):
         read_runs([tmp_path / "no.csv"])
     with pytest.raises(ValueError, match=r"holds no results\.json"):
         read_runs([tmp_path])
@@ -262,6 +263,6 @@ def test_an_interrupted_run_goes_on(tmp_path):
 def test_a_table_that_is_not_there_leaves_nothing_behind(tmp_path):
     from diff_transformer.lab.evaluate import run_eval
 
-    with pytest.raises(FileNotFoundError, match="no table of runs"):
+    with pytest.raises(UserError, match="no table of runs"):
         run_eval("scaling", None, Settings(runs=str(tmp_path / "nofile.csv")), tmp_path / "out" / "scaling.json")
     assert list(tmp_path.iterdir()) == []

@@ -9,6 +9,7 @@ from desk.plan import stages as desk_stages
 from ladder.plan import stages as ladder_stages
 
 from diff_transformer import DiffTransformerConfig
+from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import Record, load_all
 from diff_transformer.lab.stages import SWEPT, Stage, load_stages
@@ -108,7 +109,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
         run_study([Stage({"a": tiny(texts)}, {"mine": {"attention": "difff"}}, (0,))], out)
     with pytest.raises(ValueError, match="head"):
         run_study(study(texts, "model.num_attention_heads=7"), out)
-    with pytest.raises(FileNotFoundError, match="nowhere"):
+    with pytest.raises(UserError, match="nowhere"):
         run_study(study(texts, "data.corpus=/nowhere"), out)
     with pytest.raises(ValueError, match=r"two runs of the plan have the folder a/diff-seed0; put \{rate\} into"):
         run_study([Stage({"a": tiny(texts)}, PAIR, (0,), (1e-3, 1e-2))], out)
@@ -119,12 +120,12 @@ def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
 
 def test_a_folder_of_something_else_is_left_alone(texts, tmp_path):
     (tmp_path / "notes.txt").write_text("mine")
-    with pytest.raises(FileExistsError, match="is not empty and holds no study; choose another folder"):
+    with pytest.raises(UserError, match="is not empty and holds no study; choose another folder"):
         run_study(study(texts), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
     for name in ("run.lock", "config.json"):  # as a run of train leaves them
         (tmp_path / name).write_text("{}")
-    with pytest.raises(FileExistsError, match="is not empty and holds no study; choose another folder"):
+    with pytest.raises(UserError, match="is not empty and holds no study; choose another folder"):
         run_study(study(texts), tmp_path)
 
 
@@ -193,7 +194,7 @@ def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
 
 def test_a_cell_that_fails_is_named_with_its_reason(texts, tmp_path):
     broken = study(texts, "data.tokenizer=nowhere/such")
-    with pytest.raises(RuntimeError, match=r"sweep/lr0.001/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
+    with pytest.raises(UserError, match=r"sweep/lr0.001/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
         run_study(broken, tmp_path / "study", jobs=1)
 
 

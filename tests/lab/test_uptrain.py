@@ -20,6 +20,7 @@ from transformers import (
 
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.lab import uptrain
 from diff_transformer.lab.compare import compare
 from diff_transformer.lab.recipes import recipe
@@ -229,7 +230,7 @@ def quantised(folder):
 def test_a_damaged_source_is_refused_in_a_sentence(make, settings, damage, message, tmp_path):
     shutil.copytree(make(LlamaConfig), tmp_path / "m")
     damage(tmp_path / "m")
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises(UserError, match=message):
         compare(settings, tmp_path / "out", source=tmp_path / "m")
     assert not (tmp_path / "out").exists()
 

@@ -6,6 +6,7 @@ from torch.nn.functional import rms_norm
 from transformers import StaticCache
 
 from diff_transformer import DiffAttention, lambda_init
+from diff_transformer.errors import UserError
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.layers import apply_rotary, rotary_tables
 from diff_transformer.model.presets import preset
@@ -205,15 +206,15 @@ def test_bad_arguments_are_refused(arguments, options, message):
     ],
 )
 def test_what_is_no_name_and_no_flag_is_refused(options, message):
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(UserError, match=message):
         DiffAttention(64, 4, **options)
     if "is_causal" in options:
-        with pytest.raises(TypeError, match=message):
+        with pytest.raises(UserError, match=message):
             DiffAttention(64, 4)(torch.randn(1, 1, 64), **options)
 
 
 def test_a_size_that_is_no_number_is_refused():
-    with pytest.raises(TypeError, match="hidden_size is '64'; give a positive number"):
+    with pytest.raises(UserError, match="hidden_size is '64'; give a positive number"):
         DiffAttention("64", 2)
 
 
@@ -262,7 +263,7 @@ def test_positions_without_a_batch_are_refused():
 
 def test_a_mask_of_integers_is_refused():
     layer, x, padding = DiffAttention(32, 4), torch.randn(2, 6, 32), torch.ones(2, 6, dtype=torch.bool)
-    with pytest.raises(TypeError, match=r"attention_mask is torch\.int64; give bool"):
+    with pytest.raises(UserError, match=r"attention_mask is torch\.int64; give bool"):
         layer(x, attention_mask=padding.long()[:, None, None], key_padding_mask=padding)
 
 
@@ -282,7 +283,7 @@ def test_bad_padding_mask_is_refused():
 )
 def test_unknown_arguments_of_a_call_are_refused(given, message):
     """A mask under another name must not be dropped without a word."""
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(UserError, match=message):
         DiffAttention(32, 4)(torch.randn(2, 6, 32), **given)
 
 
@@ -305,7 +306,7 @@ def test_queries_and_keys_are_normalised_before_the_rotary_embedding(attention):
     x = torch.randn(2, 6, 32)
     with torch.no_grad():
         torch.testing.assert_close(layer(x)[0], plain(x)[0])
-    with pytest.raises(TypeError, match="qk_norm is a str"):
+    with pytest.raises(UserError, match="qk_norm is a str"):
         DiffAttention(32, 4, qk_norm="rms")
 
 

@@ -4,6 +4,7 @@ from transformers import AutoConfig
 
 import diff_transformer.model.modeling  # noqa: F401  (registers the configuration)
 from diff_transformer import DiffAttention, DiffTransformerConfig, matched_baseline
+from diff_transformer.errors import UserError
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import PRESETS, preset
 
@@ -72,13 +73,13 @@ def test_bad_values_are_refused(fields, message):
 
 
 def test_a_backend_that_is_no_name_is_refused():
-    with pytest.raises(TypeError, match=r"backend is \['triton'\]; give one name: 'auto' or one of reference"):
+    with pytest.raises(UserError, match=r"backend is \['triton'\]; give one name: 'auto' or one of reference"):
         preset("debug", backend=["triton"])
 
 
 @pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
 def test_sizes_that_are_no_numbers_are_refused(name):
-    with pytest.raises(TypeError, match=f"{name} is '12'; give a whole number"):
+    with pytest.raises(UserError, match=f"{name} is '12'; give a whole number"):
         DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, name: "12"})
 
 

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from diff_transformer import DiffAttention, DiffTransformerConfig, DiffTransformerForCausalLM
+from diff_transformer.errors import UserError
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.presets import preset
 
@@ -268,12 +269,12 @@ def test_the_card_of_another_task_names_its_class(tmp_path):
 
 
 def test_arguments_of_other_attention_layers_are_answered_in_words():
-    with pytest.raises(TypeError, match=r"no argument 'dropout'.*apply torch.nn.Dropout to the layer's output"):
+    with pytest.raises(UserError, match=r"no argument 'dropout'.*apply torch.nn.Dropout to the layer's output"):
         DiffAttention(32, 4, dropout=0.1)
-    with pytest.raises(TypeError, match=r"no argument 'num_head' \(did you mean 'num_heads'"):
+    with pytest.raises(UserError, match=r"no argument 'num_head' \(did you mean 'num_heads'"):
         DiffAttention(32, 4, num_head=4)
     x = torch.randn(1, 5, 32)
-    with pytest.raises(TypeError, match=r"called with 3 tensors; .* \(x\) for self-attention, or with \(x, context\)"):
+    with pytest.raises(UserError, match=r"called with 3 tensors; .* \(x\) for self-attention, or with \(x, context\)"):
         DiffAttention(32, 4)(x, x, x)
 
 
@@ -295,16 +296,16 @@ def test_the_wrapper_of_the_example_fits_other_models():
     for given in ({"attn_drop": 0.1}, {"scale_norm": True}, {"qkv_bias": True, "proj_bias": False}):
         with pytest.raises(ValueError, match="no attn_drop and no scale_norm"):
             wrapper(32, 4, **{"proj_bias": False, **given})
-    with pytest.raises(TypeError, match="no argument 'attn_dropout'"):
+    with pytest.raises(UserError, match="no argument 'attn_dropout'"):
         wrapper(32, 4, proj_bias=False, attn_dropout=0.1)
     assert torch.nn.Sequential(layer, causal)(x).shape == x.shape
 
 
 def test_a_layer_in_sequential_is_told_what_to_do():
     layers = torch.nn.Sequential(DiffAttention(32, 4), DiffAttention(32, 4))
-    with pytest.raises(TypeError, match=r"hidden_states is a tuple; .* torch\.nn\.Sequential, wrap it"):
+    with pytest.raises(UserError, match=r"hidden_states is a tuple; .* torch\.nn\.Sequential, wrap it"):
         layers(torch.randn(1, 5, 32))
-    with pytest.raises(TypeError, match=r"context is a list; give a tensor"):
+    with pytest.raises(UserError, match=r"context is a list; give a tensor"):
         DiffAttention(32, 4)(torch.randn(1, 5, 32), [1])
 
 

@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from transformers import DynamicCache
 
 from diff_transformer import DiffAttention, DiffTransformerConfig
+from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.cost import attention_core_flops, count_parameters
@@ -299,7 +300,7 @@ def test_lambdas_without_the_input():
     torch.testing.assert_close(gated.lambdas(), gated.core.lam())
     assert DiffAttention(32, 8, attention="gated").lambdas() is None
     for attention in ("diff_v2", "diff_v3"):
-        with pytest.raises(TypeError, match=r"without hidden_states.*give the layer's input \[batch, length"):
+        with pytest.raises(UserError, match=r"without hidden_states.*give the layer's input \[batch, length"):
             DiffAttention(32, 8, attention=attention).lambdas()
 
 

@@ -13,6 +13,7 @@ from architectures import ARCHITECTURES, RECORD, record, tiny
 from transformers import AutoModelForCausalLM
 
 from diff_transformer import differentiate
+from diff_transformer.errors import UserError
 from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.model.differentiate import ENTRY, KINDS, SplitAttention
 
@@ -319,7 +320,7 @@ def test_models_that_cannot_be_doubled_are_refused(tmp_path):
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(source("Qwen3"), LoraConfig(target_modules=["q_proj"]))
-    refused("PeftModel.*PEFT adapters come after", adapted, error=TypeError)
+    refused("PeftModel.*PEFT adapters come after", adapted, error=UserError)
     refused("q_proj of Qwen3Attention is a Linear; give the model before adapters", adapted.base_model.model)
     refused("is differential already", made("Qwen3"))
     quantised = source("Qwen3")

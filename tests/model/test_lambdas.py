@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from diff_transformer import DiffAttention, DiffTransformerConfig
+from diff_transformer.errors import UserError
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda, lambda_init
 
 
@@ -18,7 +19,7 @@ def test_lambda_init_counts_layers_from_zero():
 
 @pytest.mark.parametrize("index", ["a", None, 1.5, True])
 def test_an_index_that_is_no_integer_is_refused(index):
-    with pytest.raises(TypeError, match=f"layer_index is {index!r}; give an integer: layers are counted from 0"):
+    with pytest.raises(UserError, match=f"layer_index is {index!r}; give an integer: layers are counted from 0"):
         lambda_init(index)
 
 

@@ -29,6 +29,7 @@ from transformers import (
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.loading import load_model, read_model
@@ -162,7 +163,7 @@ def test_a_shard_that_is_lost_is_named(tmp_path):
     first, *others = sorted((tmp_path / "shards").glob("*.safetensors"))
     first.unlink()
     wanted = rf"lacks 1 of the {len(others) + 1} files its index names: {re.escape(first.name)}; copy or download"
-    with pytest.raises(FileNotFoundError, match=wanted):
+    with pytest.raises(UserError, match=wanted):
         read_model(tmp_path / "shards")
 
 
@@ -181,7 +182,7 @@ def test_conversion_and_loading_read_one_set_of_weights_or_refuse(tmp_path, chan
     save(tmp_path / "whole").save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     change(tmp_path / "shards", tmp_path / "shards" / "model.safetensors.index.json")
     for read in (read_model, Checkpoint):
-        with pytest.raises((ValueError, FileNotFoundError), match=message):
+        with pytest.raises(UserError, match=message):
             read(tmp_path / "shards")
 
 
@@ -285,15 +286,15 @@ def test_a_damaged_tokenizer_is_refused(tmp_path, content):
 
 def test_what_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(FileNotFoundError, match=r"holds no \.safetensors file"):
+    with pytest.raises(UserError, match=r"holds no \.safetensors file"):
         read_model(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "x.safetensors")
     for read in (read_model, Checkpoint):
-        with pytest.raises(FileNotFoundError, match=r"holds x\.safetensors, but neither model\.safetensors nor"):
+        with pytest.raises(UserError, match=r"holds x\.safetensors, but neither model\.safetensors nor"):
             read(tmp_path)
-    with pytest.raises(FileNotFoundError, match="no model at"):
+    with pytest.raises(UserError, match="no model at"):
         load_model("./nowhere")
-    with pytest.raises(FileNotFoundError, match="no model called nobody/nothing"):
+    with pytest.raises(UserError, match="no model called nobody/nothing"):
         load_model("nobody/nothing")
     save(tmp_path / "bare")
     for file in ("tokenizer.json", "tokenizer_config.json"):

@@ -3,6 +3,7 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention, matched_baseline
+from diff_transformer.errors import UserError
 from diff_transformer.model import cores
 from diff_transformer.model.convert import from_llama, to_llama
 from diff_transformer.model.cost import count_parameters
@@ -228,7 +229,7 @@ def test_one_of_ids_and_embeddings():
 )
 def test_unknown_arguments_are_refused(name, message):
     ids = tokens()
-    with pytest.raises(TypeError, match=message):
+    with pytest.raises(UserError, match=message):
         make()(ids, **{name: torch.ones_like(ids)})
 
 

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops import diff_attention, diff_attention_decode, diff_attention_maps, diff_attention_varlen
 from diff_transformer.testing import make_inputs
 
@@ -16,16 +17,16 @@ def changed(**values):
 
 
 BAD = {
-    "not a tensor": (changed(k1=[1.0]), TypeError, "k1 is a list; give a tensor"),
+    "not a tensor": (changed(k1=[1.0]), UserError, "k1 is a list; give a tensor"),
     "rank 3": (changed(q2=X.q2[0]), ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
     "rank 5": (changed(v=X.v[None]), ValueError, "v has 5 dimensions"),
     "no keys for some": (changed(k1=X.k1[:, :, :0]), ValueError, "k1 has length 0 and k2 has length 8"),
     "no queries for one map": (changed(q1=X.q1[:, :, :0]), ValueError, "q1 has length 0 and q2 has length 6"),
     "no heads": (changed(q2=X.q2[:, :0]), ValueError, r"q2 has shape \[2, 0, 6, 3\]; give at least 1 head of width 1"),
     "no width": (changed(k2=X.k2[..., :0]), ValueError, r"k2 has shape \[2, 2, 8, 0\]; give at least 1 head of width"),
-    "integers": (changed(q1=X.q1.long()), TypeError, "q1 has dtype torch.int64; give float32, bfloat16"),
-    "complex": (changed(q1=X.q1.to(torch.complex64)), TypeError, "q1 has dtype torch.complex64; give float32"),
-    "mixed dtypes": (changed(v=X.v.bfloat16()), TypeError, "q1 is torch.float32 and v is torch.bfloat16; cast them"),
+    "integers": (changed(q1=X.q1.long()), UserError, "q1 has dtype torch.int64; give float32, bfloat16"),
+    "complex": (changed(q1=X.q1.to(torch.complex64)), UserError, "q1 has dtype torch.complex64; give float32"),
+    "mixed dtypes": (changed(v=X.v.bfloat16()), UserError, "q1 is torch.float32 and v is torch.bfloat16; cast them"),
     "mixed devices": (changed(k2=X.k2.to("meta")), ValueError, "q1 is on cpu and k2 on meta; move them"),
     "batches": (changed(k1=X.k1[:1]), ValueError, "q1 has batch 2 and k1 has batch 1"),
     "query widths": (changed(q2=X.q2[..., :2]), ValueError, "q1 has width 3 and q2 has width 2"),
@@ -46,9 +47,9 @@ BAD = {
         ValueError,
         "q2 has 1 heads, which k1's 2 key/value heads do not divide",
     ),
-    "lam of no number": (changed(lam="0.5"), TypeError, "lam is a str; give a float or a tensor"),
-    "lam True": (changed(lam=True), TypeError, "lam is a bool"),
-    "integer lam": (changed(lam=torch.tensor(1)), TypeError, "lam has dtype torch.int64; give a floating-point tensor"),
+    "lam of no number": (changed(lam="0.5"), UserError, "lam is a str; give a float or a tensor"),
+    "lam True": (changed(lam=True), UserError, "lam is a bool"),
+    "integer lam": (changed(lam=torch.tensor(1)), UserError, "lam has dtype torch.int64; give a floating-point tensor"),
     "lam per wrong head": (
         changed(lam=torch.rand(3)),
         ValueError,
@@ -59,10 +60,10 @@ BAD = {
     "lam of five dimensions": (changed(lam=torch.rand(1, 2, 4, 6, 1)), ValueError, r"lam has shape \[1, 2, 4, 6, 1\]"),
     "lam per key": (changed(lam=torch.rand(2, 4, 1, 8)), ValueError, r"lam has shape \[2, 4, 1, 8\]"),
     "lam elsewhere": (changed(lam=torch.rand(4, device="meta")), ValueError, "q1 is on cpu and lam on meta"),
-    "mask of no tensor": (changed(attn_mask=[[True]]), TypeError, "attn_mask is a list"),
+    "mask of no tensor": (changed(attn_mask=[[True]]), UserError, "attn_mask is a list"),
     "integer mask": (
         changed(attn_mask=torch.ones(6, 8, dtype=torch.long)),
-        TypeError,
+        UserError,
         "attn_mask has dtype torch.int64",
     ),
     "mask shape": (
@@ -78,9 +79,9 @@ BAD = {
     ),
     "window 0": (changed(window=0, is_causal=True), ValueError, "window is 0; give at least 1"),
     "window -1": (changed(window=-1, is_causal=True), ValueError, "window is -1; give at least 1"),
-    "window 2.5": (changed(window=2.5, is_causal=True), TypeError, "window is a float; give an int"),
+    "window 2.5": (changed(window=2.5, is_causal=True), UserError, "window is a float; give an int"),
     "window not causal": (changed(window=4), ValueError, "window=4 without is_causal=True"),
-    "scale text": (changed(scale="1"), TypeError, "scale is a str; give a number"),
+    "scale text": (changed(scale="1"), UserError, "scale is a str; give a number"),
     "scale nan": (changed(scale=float("nan")), ValueError, "scale is nan; give a finite number"),
     "scale inf": (changed(scale=-float("inf")), ValueError, "scale is -inf; give a finite number"),
     "unknown backend": (
@@ -90,14 +91,14 @@ BAD = {
     ),
     "several backends": (
         changed(backend=["triton"]),
-        TypeError,
+        UserError,
         r"backend is \['triton'\]; give one name: 'auto' or one of reference, blockwise",
     ),
-    "no backend": (changed(backend=None), TypeError, "backend is None; give one name"),
-    "is_causal of a text": (changed(is_causal="no"), TypeError, "is_causal is a str; give True or False"),
-    "is_causal of a number": (changed(is_causal=1), TypeError, "is_causal is a int; give True or False"),
-    "is_causal None": (changed(is_causal=None, window=4), TypeError, "is_causal is a NoneType; give True or False"),
-    "is_causal of a tensor": (changed(is_causal=torch.tensor(True)), TypeError, "is_causal is a Tensor; give"),
+    "no backend": (changed(backend=None), UserError, "backend is None; give one name"),
+    "is_causal of a text": (changed(is_causal="no"), UserError, "is_causal is a str; give True or False"),
+    "is_causal of a number": (changed(is_causal=1), UserError, "is_causal is a int; give True or False"),
+    "is_causal None": (changed(is_causal=None, window=4), UserError, "is_causal is a NoneType; give True or False"),
+    "is_causal of a tensor": (changed(is_causal=torch.tensor(True)), UserError, "is_causal is a Tensor; give"),
 }
 
 
@@ -150,7 +151,7 @@ def test_numbers_of_numpy(number):
     options = {"is_causal": True, "window": np.int32(3), "scale": number(2)}
     expected = diff_attention(*x[:5], 1.0, is_causal=True, window=3, scale=2.0)
     assert torch.equal(diff_attention(*x[:5], number(1), **options), expected)
-    with pytest.raises(TypeError, match="window is a float64; give an int or None"):
+    with pytest.raises(UserError, match="window is a float64; give an int or None"):
         diff_attention(*x, is_causal=True, window=np.float64(3))
 
 

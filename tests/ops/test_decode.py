@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_decode
+from diff_transformer.errors import UserError
 from diff_transformer.ops import decode
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -106,9 +107,9 @@ def test_gradients_where_the_ordinary_operator_computes():
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "list": ([1, 2, 3], TypeError, r"lengths is list; give an int32 tensor of shape \[3\], or None"),
-    "float": (torch.ones(3), TypeError, "lengths is torch.float32; give an int32 tensor"),
-    "bool": (torch.ones(3, dtype=torch.bool), TypeError, "lengths is torch.bool; give an int32 tensor"),
+    "list": ([1, 2, 3], UserError, r"lengths is list; give an int32 tensor of shape \[3\], or None"),
+    "float": (torch.ones(3), UserError, "lengths is torch.float32; give an int32 tensor"),
+    "bool": (torch.ones(3, dtype=torch.bool), UserError, "lengths is torch.bool; give an int32 tensor"),
     "scalar": (torch.tensor(3), ValueError, r"lengths has shape \[\]; give one length a batch entry, \[3\]"),
     "wrong batch": (torch.ones(4, dtype=torch.int32), ValueError, r"lengths has shape \[4\]"),
     "device": (torch.ones(3, dtype=torch.int32, device="meta"), ValueError, "q1 is on cpu and lengths on meta"),

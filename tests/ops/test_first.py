@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_decode, diff_attention_maps, diff_attention_varlen
+from diff_transformer.errors import UserError
 from diff_transformer.ops.cpu import library
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -125,9 +126,9 @@ def test_numbers_and_maps():
 @pytest.mark.parametrize(
     ("first", "error", "message"),
     [
-        ("1", TypeError, "first is a str; give a float or a tensor"),
+        ("1", UserError, "first is a str; give a float or a tensor"),
         (torch.ones(3), ValueError, r"first has shape \[3\]; give a float, a scalar, \[4\] \(one per head\)"),
-        (torch.tensor(1), TypeError, "first has dtype torch.int64; give a floating-point tensor"),
+        (torch.tensor(1), UserError, "first has dtype torch.int64; give a floating-point tensor"),
     ],
 )
 def test_refused(first, error, message):

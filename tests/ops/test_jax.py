@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from diff_transformer import ops
+from diff_transformer.errors import UserError
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
 
 # Compiling is what these tests spend their time on; JAX reads the variable at its first computation.
@@ -302,13 +303,13 @@ def test_nothing_to_attend_from_or_to_gives_zeros(empty, block_size):
 
 X: dict[str, Any] = {name: to_jax(x) for name, x in make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5)._asdict().items()}
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
-    "a list": ({"k1": [1.0]}, TypeError, "k1 is a list; give a jax.Array"),
-    "a PyTorch tensor": ({"q1": torch.ones(2, 4, 6, 3)}, TypeError, "q1 is a Tensor; give a jax.Array"),
+    "a list": ({"k1": [1.0]}, UserError, "k1 is a list; give a jax.Array"),
+    "a PyTorch tensor": ({"q1": torch.ones(2, 4, 6, 3)}, UserError, "q1 is a Tensor; give a jax.Array"),
     "rank": ({"q2": X["q2"][0]}, ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
     "no keys for some": ({"k1": X["k1"][:, :, :0]}, ValueError, "k1 has length 0 and k2 has length 8"),
     "no heads": ({"q2": X["q2"][:, :0]}, ValueError, r"q2 has shape \[2, 0, 6, 3\]; give at least 1 head of width 1"),
-    "integers": ({"q1": X["q1"].astype(int)}, TypeError, "q1 has dtype int32; give float32, bfloat16, float16"),
-    "mixed dtypes": ({"v": X["v"].astype(jnp.bfloat16)}, TypeError, "q1 is float32 and v is bfloat16; cast them"),
+    "integers": ({"q1": X["q1"].astype(int)}, UserError, "q1 has dtype int32; give float32, bfloat16, float16"),
+    "mixed dtypes": ({"v": X["v"].astype(jnp.bfloat16)}, UserError, "q1 is float32 and v is bfloat16; cast them"),
     "batches": ({"k1": X["k1"][:1]}, ValueError, "q1 has batch 2 and k1 has batch 1"),
     "widths": ({"k2": X["k2"][..., :2]}, ValueError, "k1 has width 3 and k2 has width 2"),
     "query lengths": ({"q2": X["q2"][:, :, :5]}, ValueError, "q1 has length 6 and q2 has length 5"),
@@ -316,16 +317,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "key heads": ({"k2": X["k2"][:, :1]}, ValueError, "k1 has head count 2 and k2 has head count 1"),
     "noise heads": ({"q2": X["q2"][:, :3]}, ValueError, "q1 has 4 heads, which q2's 3 noise heads do not divide"),
     "grouped heads": ({"q2": X["q2"][:, :1]}, ValueError, "q2 has 1 heads, which k1's 2 key/value heads do not divide"),
-    "lam of no number": ({"lam": "0.5"}, TypeError, "lam is a str; give a number or an array"),
-    "integer lam": ({"lam": jnp.array(1)}, TypeError, "lam has dtype int32; give a floating-point array"),
+    "lam of no number": ({"lam": "0.5"}, UserError, "lam is a str; give a number or an array"),
+    "integer lam": ({"lam": jnp.array(1)}, UserError, "lam has dtype int32; give a floating-point array"),
     "lam per wrong head": ({"lam": jnp.ones(3)}, ValueError, r"lam has shape \[3\]; give a number, a scalar, \[4\]"),
-    "mask of no array": ({"attn_mask": [[True]]}, TypeError, "attn_mask is a list"),
-    "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, TypeError, "attn_mask has dtype int32"),
+    "mask of no array": ({"attn_mask": [[True]]}, UserError, "attn_mask is a list"),
+    "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, UserError, "attn_mask has dtype int32"),
     "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),
-    "is_causal": ({"is_causal": "no"}, TypeError, "is_causal is a str; give True or False"),
+    "is_causal": ({"is_causal": "no"}, UserError, "is_causal is a str; give True or False"),
     "window 0": ({"window": 0, "is_causal": True}, ValueError, "window is 0; give at least 1"),
     "window not causal": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
-    "block_size": ({"block_size": 2.0}, TypeError, "block_size is a float; give an int or None"),
+    "block_size": ({"block_size": 2.0}, UserError, "block_size is a float; give an int or None"),
     "scale": ({"scale": float("nan")}, ValueError, "scale is nan; give a finite number"),
 }
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import diff_transformer
 from diff_transformer import DiffAttention
+from diff_transformer.errors import UserError
 from diff_transformer.ops import available_backends, diff_attention, table, triton
 from diff_transformer.ops.backends import BACKENDS, _announce, of_auto
 from diff_transformer.ops.call import Call
@@ -98,14 +99,14 @@ def test_gradient_of_the_mask_needs_the_reference(called):
 @pytest.mark.parametrize("name", ["blockwise", "sdpa"])
 def test_named_backends_refuse_a_gradient_of_the_mask(name):
     bias = torch.randn(5, 5, requires_grad=True)
-    with pytest.raises(NotImplementedError, match=f"attn_mask requires grad, which backend='{name}' does not compute"):
+    with pytest.raises(UserError, match=f"attn_mask requires grad, which backend='{name}' does not compute"):
         diff_attention(*make_inputs(T=5, requires_grad=False), attn_mask=bias, backend=name)
 
 
 def test_a_named_backend_that_cannot_work_here_says_why_and_what_can(monkeypatch):
     monkeypatch.setattr(triton, "interpreted", lambda: False)
     here = "; available here: reference, blockwise, sdpa"
-    with pytest.raises(RuntimeError, match=f"'triton' is not available: .*run on CUDA .*backend='blockwise'.*{here}"):
+    with pytest.raises(UserError, match=f"'triton' is not available: .*run on CUDA .*backend='blockwise'.*{here}"):
         diff_attention(*make_inputs(T=5), backend="triton")
 
 
@@ -114,9 +115,9 @@ def test_available_backends():
     assert available_backends("cpu", torch.float64) == ["reference", "sdpa"]
     assert "triton" not in available_backends("cpu", torch.float32), "not even where the interpreter would take it"
     assert available_backends("cpu", torch.int32) == []
-    with pytest.raises(TypeError, match=r"dtype is 'float32'; give a torch\.dtype, such as torch\.float32"):
+    with pytest.raises(UserError, match=r"dtype is 'float32'; give a torch\.dtype, such as torch\.float32"):
         available_backends("cpu", "float32")
-    with pytest.raises(TypeError, match=r"device is \['cpu'\]; give a name, such as 'cuda', or a torch\.device"):
+    with pytest.raises(UserError, match=r"device is \['cpu'\]; give a name, such as 'cuda', or a torch\.device"):
         available_backends(["cpu"], torch.float32)
 
 

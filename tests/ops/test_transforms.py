@@ -5,6 +5,7 @@ import torch
 from torch.autograd import forward_ad
 
 from diff_transformer import DiffAttention, diff_attention, diff_attention_varlen
+from diff_transformer.errors import UserError
 from diff_transformer.ops.call import check
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -123,9 +124,9 @@ def test_named_backends_refuse():
     backend = "blockwise"
     x = make_inputs(**SIZES, requires_grad=False)
     advice = "; give backend='reference' or 'auto'"
-    with pytest.raises(NotImplementedError, match=f"backend='{backend}' does not follow forward-mode AD{advice}"):
+    with pytest.raises(UserError, match=f"backend='{backend}' does not follow forward-mode AD{advice}"):
         tangent(lambda q1: attend(q1, *x[1:], backend=backend), x[:1], x[:1])
-    with pytest.raises(NotImplementedError, match=f"'{backend}' does not follow a transform of torch.func{advice}"):
+    with pytest.raises(UserError, match=f"'{backend}' does not follow a transform of torch.func{advice}"):
         torch.func.vmap(lambda q1: attend(q1, *x[1:], backend=backend))(x.q1[None])
 
 
@@ -142,7 +143,7 @@ def test_second_derivatives_are_refused(backend):
         pytest.importorskip("triton")
     x = make_inputs(**SIZES)
     (first,) = torch.autograd.grad(attend(*x, backend=backend).square().sum(), x.q1, create_graph=True)
-    with pytest.raises(NotImplementedError, match="no second derivatives; give backend='reference'"):
+    with pytest.raises(UserError, match="no second derivatives; give backend='reference'"):
         first.sum().backward()
 
 

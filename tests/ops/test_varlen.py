@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_varlen
+from diff_transformer.errors import UserError
 from diff_transformer.ops import sdpa
 from diff_transformer.ops.call import check
 from diff_transformer.ops.varlen import _is_new
@@ -130,7 +131,7 @@ def test_content_of_inference_tensors_is_asserted_each_time():
 
 X = packed()
 BAD = {
-    "not a tensor": ({"x": X._replace(k1=[1.0])}, TypeError, r"k1 is a list; give a tensor of shape \[rows, heads"),
+    "not a tensor": ({"x": X._replace(k1=[1.0])}, UserError, r"k1 is a list; give a tensor of shape \[rows, heads"),
     "rank 4": ({"x": X._replace(q2=X.q2[None])}, ValueError, r"q2 has 4 dimensions .*; give \[rows, heads, width\]"),
     "key heads": ({"x": X._replace(v=X.v.repeat(1, 2, 1))}, ValueError, "k1 has head count 1 and v has head count 2"),
     "lam": (
@@ -139,8 +140,8 @@ BAD = {
         r"lam has shape \[60, 4\]; .* to \[60, 4, 1\]",
     ),
     "lam per key": ({"x": X._replace(lam=torch.rand(70, 4, 1))}, ValueError, r"lam has shape \[70, 4, 1\]"),
-    "list": ({"cu_q": ENDS_Q}, TypeError, "cu_seqlens_q is list; give an int32 tensor"),
-    "int64": ({"cu_k": ends(ENDS_K, torch.int64)}, TypeError, "cu_seqlens_k is torch.int64; give an int32 tensor"),
+    "list": ({"cu_q": ENDS_Q}, UserError, "cu_seqlens_q is list; give an int32 tensor"),
+    "int64": ({"cu_k": ends(ENDS_K, torch.int64)}, UserError, "cu_seqlens_k is torch.int64; give an int32 tensor"),
     "two dimensions": ({"cu_q": ends(ENDS_Q)[None]}, ValueError, r"cu_seqlens_q has shape \[1, 5\]; give \[documents"),
     "no document": ({"cu_q": ends([0])}, ValueError, r"cu_seqlens_q has shape \[1\]"),
     "elsewhere": ({"cu_q": ends().to("meta")}, ValueError, "q1 is on cpu and cu_seqlens_q on meta"),
@@ -149,12 +150,12 @@ BAD = {
     "decreasing": ({"cu_q": ends([0, 20, 19, 53, 60])}, ValueError, "cu_seqlens_q decreases from 20 to 19 at 2"),
     "max": ({"max_q": 32}, ValueError, "max_seqlen_q is 32, but cu_seqlens_q has a document of 33 rows"),
     "max 0": ({"max_k": 0}, ValueError, "max_seqlen_k is 0; give the length of the longest document"),
-    "max float": ({"max_k": 40.0}, TypeError, "max_seqlen_k is a float; give an int"),
+    "max float": ({"max_k": 40.0}, UserError, "max_seqlen_k is a float; give an int"),
     "documents": ({"cu_k": ends([0, 40, 70])}, ValueError, "cu_seqlens_q has 4 documents and cu_seqlens_k 2"),
     "window": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
     "backend": ({"backend": "magic"}, ValueError, "backend is 'magic'; give 'auto' or one of reference"),
-    "backends": ({"backend": ["triton"]}, TypeError, r"backend is \['triton'\]; give one name: 'auto' or one of"),
-    "is_causal": ({"is_causal": "no"}, TypeError, "is_causal is a str; give True or False"),
+    "backends": ({"backend": ["triton"]}, UserError, r"backend is \['triton'\]; give one name: 'auto' or one of"),
+    "is_causal": ({"is_causal": "no"}, UserError, "is_causal is a str; give True or False"),
 }
 
 

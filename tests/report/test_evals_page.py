@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from diff_transformer.errors import UserError
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.record import Record, save_all
 from diff_transformer.report import ResultsError
@@ -154,7 +155,7 @@ def test_page_stands_alone():
 def test_an_existing_file_is_kept_unless_told(tmp_path):
     path = tmp_path / "page.html"
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
+    with pytest.raises(UserError, match="overwrite=True"):
         write_evals_report(EVERYTHING, path)
     assert path.read_text() == "mine"
     assert write_evals_report(EVERYTHING, path, overwrite=True).read_text().startswith("<!doctype html>")

@@ -11,6 +11,7 @@ import pytest
 from rich.console import Console
 
 from diff_transformer.durable import DiskError
+from diff_transformer.errors import UserError
 from diff_transformer.report import ResultsError, load_results, write_report
 from diff_transformer.report.claims import interval, render_claims, two
 from diff_transformer.report.figures import losses
@@ -59,7 +60,7 @@ def test_file_is_written_from_a_dictionary_and_from_a_path(tmp_path, results):
 def test_existing_file_is_kept_unless_told(tmp_path, results):
     path = tmp_path / "page.html"
     path.write_text("mine")
-    with pytest.raises(FileExistsError, match="overwrite=True"):
+    with pytest.raises(UserError, match="overwrite=True"):
         write_report(results, path)
     assert path.read_text() == "mine"
     write_report(results, path, overwrite=True)

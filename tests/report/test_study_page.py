@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from diff_transformer.cli import app
+from diff_transformer.errors import UserError
 from diff_transformer.lab.measures import borrow_baselines
 from diff_transformer.lab.record import Record, load_all, save_all
 from diff_transformer.report import ResultsError
@@ -54,7 +55,7 @@ def test_the_page_has_every_setting_its_differences_and_the_numbers(folder, tmp_
     for said in ("main: DIFF", "changed: diff_other", "Learning rates", "−0.200", "held", "1 needle"):
         assert said in words, said
     assert not re.search(r"""(src|href)=["']?(https?:)?//""", page)
-    with pytest.raises(FileExistsError, match="--overwrite"):
+    with pytest.raises(UserError, match="--overwrite"):
         write_study_report(folder, path)
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from diff_transformer import DiffTransformerConfig
+from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.heads import CORES
 from diff_transformer.model.inputs import Visible
@@ -106,7 +107,7 @@ def test_a_version_of_vllm_that_may_work(version, caplog):
 
 
 def test_a_version_of_vllm_that_is_too_old():
-    with pytest.raises(RuntimeError, match=r"needs vLLM 0.32 or newer.*pip install 'vllm>=0.32'"):
+    with pytest.raises(UserError, match=r"needs vLLM 0.32 or newer.*pip install 'vllm>=0.32'"):
         check_version((0, 20, 1))
 
 

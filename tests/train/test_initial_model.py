@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from diff_transformer import differentiate
+from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.spec import side_model
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
@@ -446,12 +447,12 @@ def test_adapters_where_they_do_not_work_are_refused(config, wrong):
 
 def test_adapters_without_peft_say_what_to_install(config, trained, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match=r"train.weights=lora needs peft; install with"):
+    with pytest.raises(UserError, match=r"train.weights=lora needs peft; install with"):
         check_model(initial(config, trained.folder, "train.weights=lora"))
 
 
 def test_a_folder_without_a_model_is_refused(config, trained, tmp_path):
-    with pytest.raises(FileNotFoundError, match="holds no model"):
+    with pytest.raises(UserError, match="holds no model"):
         build_model(initial(config, tmp_path), trained.tokenizer)
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from diff_transformer.errors import UserError
 from diff_transformer.train.loss import Objective, count_by_source, token_weights, weighted_cross_entropy
 
 N, D, V = 37, 12, 101
@@ -94,7 +95,7 @@ def test_a_second_backward_is_refused():
     hidden, head, targets, weights = inputs()
     loss, _ = weighted_cross_entropy(hidden, head, targets, weights, chunk=8)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="can be taken once; compute the loss again"):
+    with pytest.raises(UserError, match="can be taken once; compute the loss again"):
         loss.backward()
     with pytest.raises(ValueError, match="chunk is -1; it must be positive"):
         weighted_cross_entropy(hidden, head, targets, weights, chunk=-1)

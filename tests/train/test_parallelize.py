@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 import torch
 
+from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.train import launch
@@ -123,7 +124,7 @@ def test_what_each_process_would_refuse_is_refused_before_there_are_several(monk
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
     monkeypatch.setattr(launch.os, "execv", lambda *_: pytest.fail("the processes were started"))
     asked = override(recipe("debug"), [f"train.{setting}" for setting in settings])
-    with pytest.raises((ValueError, FileNotFoundError), match=message):
+    with pytest.raises(UserError, match=message):
         start_processes(asked, tmp_path / "run")
     assert not (tmp_path / "run").exists()
 
@@ -133,7 +134,7 @@ def test_a_folder_that_is_taken_is_refused_before_there_are_several(monkeypatch,
     started = []
     monkeypatch.setattr(launch.os, "execv", lambda *_: started.append(1))
     config("parallel.devices=2").save(tmp_path / "config.json")
-    with pytest.raises(FileExistsError, match=r"holds a run already; resume it \(--resume\)"):
+    with pytest.raises(UserError, match=r"holds a run already; resume it \(--resume\)"):
         start_processes(config("parallel.devices=2"), tmp_path)
     assert not started
     start_processes(config("parallel.devices=2"), tmp_path, resume=True)

@@ -7,6 +7,7 @@ import pytest
 from engine_models import build
 from safetensors.torch import load_file, save_file
 
+from diff_transformer.errors import UserError
 from diff_transformer.serving.vllm import checks
 
 
@@ -87,7 +88,7 @@ def test_a_file_cut_short(folder, start_engine):
 
 def test_no_weights(folder, start_engine):
     (folder / "model.safetensors").unlink()
-    with pytest.raises(RuntimeError, match="Cannot find any model weights"):
+    with pytest.raises(UserError, match="Cannot find any model weights"):
         start_engine(folder)
     shutil.rmtree(folder)
 

@@ -11,6 +11,7 @@ import torch
 from diff_transformer.bench.shapes import default_grid, parse_shapes
 from diff_transformer.checks import require_known
 from diff_transformer.durable import require_writable
+from diff_transformer.errors import UserError
 
 BENCHMARKS = ("attention", "decode", "throughput", "step")
 
@@ -43,15 +44,15 @@ def run_bench(
     """
     require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":
-        raise ValueError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
+        raise UserError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
     if torch.device(device).type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, and PyTorch sees no CUDA device here; give device='cpu'")
+        raise UserError(f"device is {device!r}, and PyTorch sees no CUDA device here; give device='cpu'")
     if grid is not None:
         parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     require_writable(out.parent)
     if out.exists() and not overwrite:
-        raise FileExistsError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
+        raise UserError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
     with live_table(name) as show:
         record = _run(name, full, device, grid, {**options, "out": out, "on_row": show})
     print_failures(record)

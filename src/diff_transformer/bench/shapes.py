@@ -3,6 +3,8 @@
 import re
 from dataclasses import dataclass
 
+from diff_transformer.errors import UserError
+
 SHORTER = 555  # length at which the gate compares gradients: the reference materialises the maps
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768)
 TOKENS = 16384  # per batch on a GPU, unless one sequence is longer
@@ -75,7 +77,7 @@ def parse_shapes(text: str) -> list[Shape]:
     for part in text.split(","):
         found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(n?)", part.strip())
         if found is None or "0" in found.groups():
-            raise ValueError(
+            raise UserError(
                 f"{part.strip()!r} is not a shape; give batch x heads x length x width, for example 4x12x4096x128, "
                 "with a final n for attention without the causal mask, and commas between shapes"
             )

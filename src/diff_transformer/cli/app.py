@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from diff_transformer.errors import UserError
+
 app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
@@ -149,7 +151,7 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
 
         return RayTasks(out, address or "auto", gpus_per_run)
     if address is not None or gpus_per_run is not None:
-        raise ValueError("--address and --gpus-per-run are of a Ray cluster; give --engine ray, or leave them out")
+        raise UserError("--address and --gpus-per-run are of a Ray cluster; give --engine ray, or leave them out")
     return None
 
 

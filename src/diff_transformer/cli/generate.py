@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from diff_transformer.checks import require_positive
+from diff_transformer.errors import UserError
 from diff_transformer.inference.generation import GenerationSettings
 from diff_transformer.inference.generation import generate as continue_prompts
 from diff_transformer.model.loading import load_model
@@ -40,7 +41,7 @@ def run_generate(
     require_positive(batch_size=batch_size)
     write = write or sys.stdout.write
     if (prompt is None) == (prompts_file is None):
-        raise ValueError("give one of a prompt (- reads standard input) and --prompts FILE")
+        raise UserError("give one of a prompt (- reads standard input) and --prompts FILE")
     prompts = [_read(prompt)] if prompt is not None else _lines(prompts_file)
     for name in (model, assistant):
         if name in PRESETS and not Path(name).exists():
@@ -83,8 +84,8 @@ def _lines(path: Path | None) -> Sequence[str]:
 
     assert path is not None
     if not path.is_file():
-        raise FileNotFoundError(f"{path} is not a file; give a text file with a prompt a line")
+        raise UserError(f"{path} is not a file; give a text file with a prompt a line")
     lines = [line for line in decoded(str(path), path.read_bytes()).split("\n") if line.strip()]
     if not lines:
-        raise ValueError(f"{path} has no prompt; write one a line")
+        raise UserError(f"{path} has no prompt; write one a line")
     return lines

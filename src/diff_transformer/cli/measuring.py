@@ -20,6 +20,7 @@ from diff_transformer.cli.app import (
     resumable,
     step_bars,
 )
+from diff_transformer.errors import UserError
 
 
 @app.command(name="eval")
@@ -83,7 +84,7 @@ def evaluate(
         return out.with_name(out.name + ".samples.jsonl").exists() if single else any(out.glob("*/*.json*"))
 
     if single and engine == "ray" and name not in TRAINS:
-        raise ValueError(
+        raise UserError(
             f"--engine ray gives each model a task, and {out} is one result; leave it out, or give a folder"
         )
     with resumable(out, kept):
@@ -212,7 +213,7 @@ def report(
         Console().print(render_claims(loaded.about))
         print(f"report: {page}")
     elif any((path / "results.json").exists() for path in results):
-        raise ValueError(
+        raise UserError(
             "a page shows one comparison only; to overlay several, give their records (FOLDER/members/*/record.json)"
         )
     else:
@@ -251,22 +252,22 @@ def info(
     require_positive(length=length, gpus=gpus, memory=memory)
     if name is not None and name not in {**RECIPES, **PRESETS} and Path(name).is_dir():
         if gpus or memory or assignments or attention != "diff":
-            raise ValueError(f"{name} is a folder; with it, only --length can be given")
+            raise UserError(f"{name} is a folder; with it, only --length can be given")
         return Console().print(folder_table(Path(name), length))
     of_a_preset, of_a_recipe = length is not None or attention != "diff", gpus or memory or assignments
     if name is None and of_a_preset:
-        raise ValueError(
+        raise UserError(
             "--length and --attention are of one preset, and the list of all shows neither; name one, for example "
             "`diff-transformer info 3B --length 4096`"
         )
     if of_a_recipe and name not in RECIPES and (name is None or name in PRESETS):
-        raise ValueError(
+        raise UserError(
             "--gpus, --memory and --set are of a recipe; name one, for example "
             "`diff-transformer info paper_3b --gpus 64 --memory 80`"
         )
     if (name in RECIPES and name not in PRESETS) or of_a_recipe:
         if of_a_preset:
-            raise ValueError(f"--length and --attention are of a preset, and {name} is a recipe; leave them out")
+            raise UserError(f"--length and --attention are of a preset, and {name} is a recipe; leave them out")
         require_extra("train", "the memory of a recipe", "lightning")
         run = override(recipe(name or ""), assignments or [])
         heading, table, said = fit_table(run, gpus or 1, memory or 80)

@@ -13,6 +13,7 @@ from diff_transformer.data.datatrove_tasks import LOGS, Engine
 from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.data.prepared_folder import read_plan, repair_command, verify
 from diff_transformer.data.sources import SPLITS
+from diff_transformer.errors import UserError
 
 
 def run_prepare(
@@ -50,7 +51,7 @@ def run_verify(folder: Path) -> None:
     """
     if problems := verify(folder):
         listed = "\n  ".join(problems)
-        raise ValueError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
+        raise UserError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
     print(f"every file of {folder} is as it was written")
 
 
@@ -73,7 +74,7 @@ def _planned(out: Path, given: dict[str, Any]) -> PrepareConfig:
     """The config of the preparation in ``out``, with what is given."""
     plan = read_plan(out)
     if plan is None:
-        raise ValueError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
+        raise UserError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
     return dataclasses.replace(PrepareConfig.from_dict(plan["settings"]), **given)
 
 

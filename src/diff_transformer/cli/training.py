@@ -21,6 +21,7 @@ from diff_transformer.cli.app import (
     step_bars,
     training,
 )
+from diff_transformer.errors import UserError
 
 CHECKPOINTS = "checkpoints/step-????????"  # complete checkpoints of a run
 
@@ -76,7 +77,7 @@ def compare(
     for assignment in assignments or []:
         if assignment.partition("=")[0].strip() == "model.attention":
             more = ", ".join(name for name in VARIANTS if name not in ("diff", "softmax"))
-            raise ValueError(
+            raise UserError(
                 f"--set {assignment}: compare trains the pair, diff and softmax, whatever model.attention is; leave it "
                 f"out, give other variants with --variants ({more}), or train one model with `diff-transformer train`"
             )
@@ -155,16 +156,16 @@ def prepare(
     quiet()
     if verify is not None:
         if sources or out is not None:
-            raise ValueError(f"--verify only checks {verify}; leave out the sources and --out, or --verify")
+            raise UserError(f"--verify only checks {verify}; leave out the sources and --out, or --verify")
         run_verify(verify)
         return
     if vocab_size is not None and tokenizer not in (None, "bpe"):
-        raise ValueError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
+        raise UserError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
-        raise ValueError("no folder to write to; give --out FOLDER")
+        raise UserError("no folder to write to; give --out FOLDER")
     options = {"jobs": jobs, "address": address, "partition": partition, "time": time, "dry_run": dry_run}
     if engine is None and any(options.values()):
-        raise ValueError("--jobs, --address, --partition, --time and --dry-run are options of --engine; give it too")
+        raise UserError("--jobs, --address, --partition, --time and --dry-run are options of --engine; give it too")
     settings = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,

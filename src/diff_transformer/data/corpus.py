@@ -25,6 +25,7 @@ from diff_transformer.data.documents import (
 from diff_transformer.data.prepared_folder import is_prepared
 from diff_transformer.data.python_library import load_python_library
 from diff_transformer.data.sources import files_of, kind_of
+from diff_transformer.errors import UserError
 
 PYTHON_BYTES = 8_000_000
 
@@ -96,10 +97,10 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
     if path.is_dir():
         files = list(_folder_files(path))
         if not files:
-            raise ValueError(f"corpus {str(path)!r} holds no text files; give {_accepted(path)}")
+            raise UserError(f"corpus {str(path)!r} holds no text files; give {_accepted(path)}")
         return _split(str(path), files)
     if not path.exists():
-        raise FileNotFoundError(
+        raise UserError(
             f"corpus {str(path)!r} does not exist; give 'python' or {ACCEPTED}, or prepare it: `diff-transformer "
             f"prepare SOURCE... --out {path}`"
         )
@@ -107,7 +108,7 @@ def load_text_path(path: str | os.PathLike) -> Corpus:
     if path.name.lower().endswith(ARCHIVE_SUFFIXES):
         return _split(str(path), list(dict(_archive_files(path)).items()))  # of each name the last
     if path.suffix.lower() not in TEXT_SUFFIXES | {""}:
-        raise ValueError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {_accepted(path)}")
+        raise UserError(f"corpus {str(path)!r} has suffix {path.suffix!r}, which is not read; give {_accepted(path)}")
     document = Document(path.name, decoded(str(path), path.read_bytes()))
     _refuse_blank(str(path), [document])
     train, validation = tail_split(document)
@@ -137,7 +138,7 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
                     continue
                 total += member.size
                 if total > MAX_ARCHIVE_BYTES:
-                    raise ValueError(
+                    raise UserError(
                         f"{path} holds more than {MAX_ARCHIVE_BYTES >> 30} GiB of text, too much to read in memory; "
                         "unpack it and give a folder with the part you need"
                     )
@@ -145,7 +146,7 @@ def _archive_files(path: Path) -> Iterator[tuple[str, bytes]]:
                 if stream is not None:
                     yield member.name, stream.read()
     except (tarfile.TarError, EOFError, OSError, lzma.LZMAError, zlib.error) as error:
-        raise ValueError(f"{path} cannot be read as a tar archive ({error}); give {ACCEPTED}") from error
+        raise UserError(f"{path} cannot be read as a tar archive ({error}); give {ACCEPTED}") from error
 
 
 def _is_text(name: str) -> bool:
@@ -156,7 +157,7 @@ def _is_text(name: str) -> bool:
 
 def _split(name: str, files: list[tuple[str, bytes]]) -> Corpus:
     if not files:
-        raise ValueError(f"corpus {name!r} holds no text files; give {ACCEPTED}")
+        raise UserError(f"corpus {name!r} holds no text files; give {ACCEPTED}")
     names = without_common_folders([path for path, _ in files])
     files = [(path, data) for path, (_, data) in zip(names, files, strict=True)]
     folders = {path.split("/")[0] for path, _ in files if "/" in path}
@@ -183,4 +184,4 @@ def _documents(name: str, files: list[tuple[str, bytes]]) -> list[Document]:
 
 def _refuse_blank(name: str, documents: list[Document]) -> None:
     if not any(document.text.strip() for document in documents):
-        raise ValueError(f"corpus {name} is empty: no text but white space; give {ACCEPTED}")
+        raise UserError(f"corpus {name} is empty: no text but white space; give {ACCEPTED}")

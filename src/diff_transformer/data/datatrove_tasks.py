@@ -23,6 +23,7 @@ from diff_transformer.checks import first_line, require_extra, require_known
 from diff_transformer.cluster import connect
 from diff_transformer.data.prepare import FILTERS, PrepareConfig, reader_of, texts_of, write_task
 from diff_transformer.data.prepared_folder import TASKS
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from datatrove.pipeline.base import PipelineStep
@@ -54,12 +55,12 @@ class Engine:
         require_known("engine", self.kind, ENGINES)
         for option, kind in _OPTIONS.items():
             if getattr(self, option) and kind != self.kind:
-                raise ValueError(f"--{option.replace('_', '-')} is an option of --engine {kind}, not of {self.kind}")
+                raise UserError(f"--{option.replace('_', '-')} is an option of --engine {kind}, not of {self.kind}")
         require_extra("datatrove", "--engine", "datatrove", "dill", *(("spacy",) if config.filters else ()))
         if self.kind == "slurm" and not (self.partition and self.time):
-            raise ValueError("--engine slurm needs --partition NAME and --time HH:MM:SS")
+            raise UserError("--engine slurm needs --partition NAME and --time HH:MM:SS")
         if self.kind == "slurm" and not self.dry_run and shutil.which("sbatch") is None:
-            raise RuntimeError("there is no command sbatch here; run on a login node, or write scripts (--dry-run)")
+            raise UserError("there is no command sbatch here; run on a login node, or write scripts (--dry-run)")
         if self.kind == "ray":
             connect(self.address)
 
@@ -87,7 +88,7 @@ class Engine:
             if self.kind != "slurm":
                 _raise_failure(out, plan)
                 if executors[-1].get_incomplete_ranks():
-                    raise RuntimeError(f"tasks of {name} have not finished; see {out / LOGS / name}, then --resume")
+                    raise UserError(f"tasks of {name} have not finished; see {out / LOGS / name}, then --resume")
         if self.kind == "slurm":
             command = [sys.executable, "-m", "diff_transformer", "prepare", "--out", str(out), "--resume"]
             submit(executors, shlex.join(command), self.dry_run)
@@ -118,7 +119,7 @@ class Engine:
                 for future in [pool.submit(_run_rank, rank) for rank in ranks]:
                     future.result()
         except BrokenProcessPool as error:
-            raise RuntimeError(
+            raise UserError(
                 "a process was killed, perhaps because memory ran out; continue with --resume and fewer --jobs"
             ) from error
 
@@ -243,7 +244,7 @@ def _raise_failure(out: Path, plan: dict[str, Any]) -> None:
     if failed:
         ranks = ", ".join(path.stem for path in failed)
         reason = failed[0].read_text()
-        raise ValueError(f"tasks {ranks} of {plan['settings']['tasks']} failed: {reason}. Finished tasks are kept")
+        raise UserError(f"tasks {ranks} of {plan['settings']['tasks']} failed: {reason}. Finished tasks are kept")
 
 
 def submit(executors: list[Any], finish: str, dry_run: bool) -> None:

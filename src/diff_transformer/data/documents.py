@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
+from diff_transformer.errors import UserError
+
 TEXT_SUFFIXES = frozenset(
     [
         ".txt",
@@ -89,7 +91,7 @@ def held_out_split(
     """
     groups = sorted({document.group or document.name for document in documents}, key=hash_of_name)
     if len(groups) < 2:
-        raise ValueError(f"a held-out split needs at least 2 documents, got {len(groups)}")
+        raise UserError(f"a held-out split needs at least 2 documents, got {len(groups)}")
     held_out = {group for group in groups if hash_of_name(group) < share} or {groups[0]}
     if len(held_out) == len(groups):
         held_out.discard(groups[-1])
@@ -111,14 +113,14 @@ def tail_split(document: Document) -> tuple[Document, Document]:
     if not 0 < cut < len(text):
         cut = wanted
     if not text[:cut].strip() or not text[cut:].strip():
-        raise ValueError(f"{document.name} is too short to split: {len(text)} characters; give a longer text")
+        raise UserError(f"{document.name} is too short to split: {len(text)} characters; give a longer text")
     return Document(f"{document.name}[:{cut}]", text[:cut]), Document(f"{document.name}[{cut}:]", text[cut:])
 
 
 def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     """Whole documents in their order up to ``max_bytes`` of UTF-8; the last is cut at a line end if it does not fit."""
     if max_bytes < 1:
-        raise ValueError(f"max_bytes must be at least 1, got {max_bytes}")
+        raise UserError(f"max_bytes must be at least 1, got {max_bytes}")
     taken: list[Document] = []
     left = max_bytes
     for document in documents:
@@ -178,7 +180,7 @@ def decoded(name: str, data: bytes) -> str:
     try:
         return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise UserError(
             f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it with "
             "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
         ) from None

@@ -13,6 +13,7 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import leading_ids
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -43,7 +44,7 @@ def load_rows(
         if len(tokens) // room >= count:
             break
     if len(tokens) // room < count:
-        raise ValueError(
+        raise UserError(
             f"{_text(source, part)} has {len(tokens)} tokens, {count} rows of {length} need {count * room}; give "
             f"more text, fewer samples or a smaller length{_or_all(part)}"
         )
@@ -61,7 +62,7 @@ def text_length(length: int, tokenizer: "PreTrainedTokenizerFast") -> int:
     """
     before = len(leading_ids(tokenizer))
     if length < before + 2:
-        raise ValueError(
+        raise UserError(
             f"rows of {length} tokens have no room: the tokenizer puts {before} in front; give a larger length"
         )
     return length - before
@@ -89,7 +90,7 @@ def load_haystack(
         tokens = filler.tokens(tokenizer).size
         if tokens >= (SPARE * length if (part, split) == ("validation", "any") else length):
             return filler, part
-    raise ValueError(
+    raise UserError(
         f"{_text(source, part)} has {tokens} tokens of filler, prompts need {length}; give more text or a smaller "
         f"length{_or_all(part)}"
     )

@@ -13,6 +13,7 @@ import numpy as np
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import encode_inside
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -65,7 +66,7 @@ class Filler:
             for word in text.split():
                 self.words += _pieces(f" {word}")
         if not self.words:
-            raise ValueError(f"{len(documents)} documents hold no words to use as filler; give documents of plain text")
+            raise UserError(f"{len(documents)} documents hold no words to use as filler; give documents of plain text")
         self._tokens: dict[int, tuple[PreTrainedTokenizerFast, FillerTokens]] = {}
 
     def without(self, spellings: Iterable[str]) -> Filler:
@@ -96,7 +97,7 @@ class Filler:
         starts = self.tokens(tokenizer).starts
         words = len(starts) - 1
         if size > starts[-1]:
-            raise ValueError(
+            raise UserError(
                 f"{size} tokens of filler are needed and the documents have {starts[-1]}; "
                 "give more text or a smaller length"
             )

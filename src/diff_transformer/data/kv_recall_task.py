@@ -19,6 +19,7 @@ import numpy as np
 
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.data.seeding import training_rng
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -58,14 +59,14 @@ def recall_vocabulary(
         ids = np.setdiff1d(np.array(list(vocabulary), dtype=np.int64), np.array(special, dtype=np.int64))
     num_symbols = min(len(ids) // 4, 256) if num_symbols is None else num_symbols
     if num_symbols < 1 or 2 * num_symbols >= len(ids):
-        raise ValueError(
+        raise UserError(
             f"{num_symbols} keys and {num_symbols} values leave no noise among {len(ids)} ids; give fewer symbols or a "
             "larger vocabulary"
         )
     ids = np.random.default_rng(_SYMBOL_SEED).permutation(ids)
     keys, values, noise = np.split(ids, [num_symbols, 2 * num_symbols])
     if noise_symbols is not None and not 1 <= noise_symbols <= len(noise):
-        raise ValueError(f"noise_symbols is {noise_symbols}; give 1 to {len(noise)}, the ids that are left, or None")
+        raise UserError(f"noise_symbols is {noise_symbols}; give 1 to {len(noise)}, the ids that are left, or None")
     return RecallVocabulary(keys, values, noise[:noise_symbols])
 
 
@@ -90,12 +91,12 @@ class RecallTask:
 
     def __post_init__(self):
         if self.pairs < 1 or self.questions < 0 or not 0 <= self.distractors <= 1:
-            raise ValueError(
+            raise UserError(
                 f"pairs is {self.pairs}, questions {self.questions}, distractors {self.distractors}; give pairs of 1 "
                 "or more, questions of 0 or more, and a share from 0 to 1"
             )
         if self.length < 2 * (self.pairs + self.asked):
-            raise ValueError(
+            raise UserError(
                 f"{self.pairs} pairs and {self.asked} questions need a length of at least "
                 f"{2 * (self.pairs + self.asked)}, got {self.length}"
             )
@@ -114,7 +115,7 @@ class RecallTask:
         """Raise ValueError if the vocabulary has too few keys or values for a row."""
         symbols = min(len(vocabulary.keys), len(vocabulary.values))
         if self.pairs + (self.distractors > 0) > symbols:
-            raise ValueError(
+            raise UserError(
                 f"pairs must lie between 1 and the number of keys ({symbols}), one fewer with distractors; got "
                 f"{self.pairs}"
             )

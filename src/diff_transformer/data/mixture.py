@@ -6,6 +6,7 @@ from typing import Protocol, TypedDict
 import numpy as np
 
 from diff_transformer.data.seeding import training_rng
+from diff_transformer.errors import UserError
 
 IGNORED = -100  # the label of a token without loss
 PERIOD = 10_000  # rows of WeightedCorpora
@@ -46,14 +47,14 @@ class Mixture:
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], batch_size: int, seed: int = 0):
         if not sources or sources.keys() != weights.keys():
-            raise ValueError(
+            raise UserError(
                 f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names, at least one"
             )
         if any(not weight > 0 for weight in weights.values()):
-            raise ValueError(f"weights must be above 0, got {weights}; leave out a source that is not wanted")
+            raise UserError(f"weights must be above 0, got {weights}; leave out a source that is not wanted")
         lengths = {name: source.length for name, source in sources.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"sources must give rows of one length, got {lengths}")
+            raise UserError(f"sources must give rows of one length, got {lengths}")
         self.sources = dict(sources)
         self.names = tuple(sources)
         self.length = next(iter(lengths.values()))
@@ -62,7 +63,7 @@ class Mixture:
         rows = apportion(weights, batch_size)
         if missing := [name for name in self.names if not rows[name]]:
             enough = next(size for size in range(batch_size + 1, 1 << 30) if all(apportion(weights, size).values()))
-            raise ValueError(
+            raise UserError(
                 f"batch_size {batch_size} leaves no row for {', '.join(missing)} at weights {weights}; give batch_size "
                 f"{enough} or a larger weight"
             )
@@ -78,7 +79,7 @@ class Mixture:
             ValueError: if ``world_size`` does not divide the batch.
         """
         if self.batch_size % world_size or not 0 <= rank < world_size:
-            raise ValueError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
+            raise UserError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
         order = training_rng(self.seed, "mixture", step).permutation(self.batch_size)
         shares = np.array(list(self.rows_per_source.values()))
         sources = np.repeat(np.arange(len(self.names)), shares)
@@ -130,12 +131,12 @@ class WeightedCorpora:
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int = 0):
         if not sources or sources.keys() != weights.keys():
-            raise ValueError(f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names")
+            raise UserError(f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names")
         if any(not weight > 0 for weight in weights.values()):
-            raise ValueError(f"weights must be above 0, got {weights}; leave out a corpus that is not wanted")
+            raise UserError(f"weights must be above 0, got {weights}; leave out a corpus that is not wanted")
         lengths = {name: source.length for name, source in sources.items()}
         if len(set(lengths.values())) > 1:
-            raise ValueError(f"sources must give rows of one length, got {lengths}")
+            raise UserError(f"sources must give rows of one length, got {lengths}")
         self.sources = list(sources.values())
         self.names = tuple(sources)
         self.length = self.sources[0].length
@@ -143,7 +144,7 @@ class WeightedCorpora:
         shares = apportion({name: weights[name] for name in sources}, PERIOD)
         rare = [name for name, share in shares.items() if not share]
         if rare:
-            raise ValueError(f"the weight of {', '.join(rare)} is below 1 in {PERIOD}; give more, or leave it out")
+            raise UserError(f"the weight of {', '.join(rare)} is below 1 in {PERIOD}; give more, or leave it out")
         self.rows_per_period = np.array(list(shares.values()))
         self._period: tuple[int, np.ndarray, np.ndarray] | None = None
 

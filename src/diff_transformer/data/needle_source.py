@@ -11,6 +11,7 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import NEEDLE, completion, draw_facts, question
 from diff_transformer.data.seeding import evaluation_rng, training_rng
 from diff_transformer.data.tokenizer import encode
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -59,13 +60,13 @@ class NeedleSource(AnswerRows):
         held_out: bool = False,
     ):
         if not needles or not queries or min(queries) < 1 or min(queries) > min(needles):
-            raise ValueError(
+            raise UserError(
                 f"needles {needles} and queries {queries}: every document needs a question of 1 to N cities"
             )
         if questions_per_document < 1:
-            raise ValueError(f"questions_per_document must be at least 1, got {questions_per_document}")
+            raise UserError(f"questions_per_document must be at least 1, got {questions_per_document}")
         if tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
+            raise UserError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
         super().__init__(tokenizer, length=length, seed=seed, answer_loss_only=answer_loss_only)
         self.filler = filler
         self.needles = tuple(needles)
@@ -91,7 +92,7 @@ class NeedleSource(AnswerRows):
             if budget >= 0:
                 break
         else:
-            raise ValueError(f"length {self.length} is too short for {count} needles; give a larger length")
+            raise UserError(f"length {self.length} is too short for {count} needles; give a larger length")
 
         first, last = self.filler.window(rng, self.tokenizer, budget)
         table = self.filler.tokens(self.tokenizer)
@@ -160,7 +161,7 @@ class NeedleSource(AnswerRows):
             needed.append(sum(map(len, parts)) + 1)
         typical = int(np.median(needed))
         if self.length < typical:
-            raise ValueError(
+            raise UserError(
                 f"length {self.length} is too short: {count} needles and one question on {asked} cities take about "
                 f"{typical} tokens with this tokenizer; give a larger length, fewer needles or a larger vocabulary"
             )
@@ -171,7 +172,7 @@ class NeedleSource(AnswerRows):
             ids = np.asarray(self._row(index)[0])[:-1]
             text = backend.decode(ids.tolist(), skip_special_tokens=False)
             if not np.array_equal(encode(self.tokenizer, text), ids):
-                raise ValueError(
+                raise UserError(
                     "this tokenizer joins tokens across the places where needles are put in, so that training rows "
                     "would not have the tokens of the evaluation; use one that splits before spaces and newlines "
                     "(train_tokenizer, byte_tokenizer, GPT-2's)"

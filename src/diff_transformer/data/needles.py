@@ -21,6 +21,7 @@ import numpy as np
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.seeding import training_rng
 from diff_transformer.data.tokenizer import encode, encode_inside
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -158,7 +159,7 @@ def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[
     """
     low, high = number_range(digits)
     if not 1 <= count <= min(len(CITIES), high - low):
-        raise ValueError(
+        raise UserError(
             f"{count} needles of {digits} digits: give between 1 and {min(len(CITIES), high - low)} "
             f"(there are {len(CITIES)} cities and {high - low} numbers)"
         )
@@ -170,7 +171,7 @@ def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[
 def number_range(digits: int) -> tuple[int, int]:
     """[low, high) of the numbers with ``digits`` digits."""
     if not 1 <= digits <= 9:
-        raise ValueError(f"digits must lie between 1 and 9, got {digits}")
+        raise UserError(f"digits must lie between 1 and 9, got {digits}")
     return (0 if digits == 1 else 10 ** (digits - 1)), 10**digits
 
 
@@ -224,9 +225,9 @@ def make_needle_example(
         ValueError: if ``length``, the filler, the cities or the numbers do not suffice.
     """
     if not 1 <= queries <= needles:
-        raise ValueError(f"queries must lie between 1 and needles ({needles}), got {queries}")
+        raise UserError(f"queries must lie between 1 and needles ({needles}), got {queries}")
     if depth is not None and not 0 <= depth <= 1:
-        raise ValueError(f"depth must lie between 0 (start of the context) and 1 (its end), got {depth}")
+        raise UserError(f"depth must lie between 0 (start of the context) and 1 (its end), got {depth}")
     cities, numbers = draw_facts(rng, needles, digits)  # the first R are asked for
     depth = float(rng.random()) if depth is None else depth
     sentences = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
@@ -234,7 +235,7 @@ def make_needle_example(
     asked_size = len(encode(tokenizer, frame("", cities[:queries]), special=special))
     room = length - sum(sizes) - asked_size
     if room < 0:
-        raise ValueError(
+        raise UserError(
             f"length {length} is too short for {needles} needles and a question on {queries}: they take "
             f"{length - room} tokens; give a larger length or fewer needles"
         )
@@ -259,7 +260,7 @@ def make_needle_example(
         while budget in tried and budget:
             budget -= 1
     if not prompt:
-        raise ValueError(f"no filler makes a prompt of {length} tokens with this tokenizer; give a larger length")
+        raise UserError(f"no filler makes a prompt of {length} tokens with this tokenizer; give a larger length")
     spans = [(start + 1, start + len(text)) for start, text in zip(places, sentences, strict=True)]
     facts = [Needle(city, number, *span) for city, number, span in zip(cities, numbers, spans, strict=True)]
     return NeedleExample(

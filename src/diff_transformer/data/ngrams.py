@@ -2,6 +2,8 @@
 
 import numpy as np
 
+from diff_transformer.errors import UserError
+
 
 def frequent_ngrams(token_ids: np.ndarray, n: int = 2, *, threshold: int, vocab_size: int) -> np.ndarray:
     """Keys of the n-grams that occur more than ``threshold`` times in ``token_ids`` [N]: sorted int64 [F].
@@ -39,11 +41,11 @@ def ar_hits(token_ids: np.ndarray, frequent: np.ndarray, n: int = 2, *, vocab_si
 def _keys(token_ids: np.ndarray, n: int, vocab_size: int) -> np.ndarray:
     """int64 [B, max(T - n + 1, 0)] of int [B, T]."""
     if n < 2:
-        raise ValueError(f"n must be at least 2 (a context token and the recalled one), got {n}")
+        raise UserError(f"n must be at least 2 (a context token and the recalled one), got {n}")
     if vocab_size**n >= 1 << 63:
-        raise ValueError(f"{n}-grams of a vocabulary of {vocab_size} do not fit 63 bits; give a smaller n")
+        raise UserError(f"{n}-grams of a vocabulary of {vocab_size} do not fit 63 bits; give a smaller n")
     if token_ids.size and not (token_ids.min() >= 0 and token_ids.max() < vocab_size):
-        raise ValueError(f"token ids must lie in [0, {vocab_size}), got {token_ids.min()} to {token_ids.max()}")
+        raise UserError(f"token ids must lie in [0, {vocab_size}), got {token_ids.min()} to {token_ids.max()}")
     windows = max(token_ids.shape[1] - n + 1, 0)
     keys = np.zeros((token_ids.shape[0], windows), dtype=np.int64)
     for offset in range(n):

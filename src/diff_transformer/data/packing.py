@@ -10,6 +10,7 @@ import numpy as np
 from diff_transformer.data.documents import Document
 from diff_transformer.data.seeding import training_rng
 from diff_transformer.data.tokenizer import encode_all, ids_of
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -27,7 +28,7 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
     """
     end = tokenizer.eos_token_id
     if end is None:
-        raise ValueError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
+        raise UserError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
     dtype = np.uint16 if ids_of(tokenizer) <= 1 << 16 else np.uint32
     documents, pieces = list(documents), []
     for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
@@ -58,9 +59,9 @@ class PackedCorpus:
 
     def __init__(self, tokens: TokenArray, length: int, *, seed: int = 0, shuffle: bool = True):
         if length < 2:
-            raise ValueError(f"length must be at least 2 (a token and the one it predicts), got {length}")
+            raise UserError(f"length must be at least 2 (a token and the one it predicts), got {length}")
         if len(tokens) < length:
-            raise ValueError(f"the corpus has {len(tokens)} tokens, less than one window of {length}; give more text")
+            raise UserError(f"the corpus has {len(tokens)} tokens, less than one window of {length}; give more text")
         self.tokens = tokens  # [N]
         self.length = length
         self.seed = seed

@@ -41,6 +41,7 @@ from diff_transformer.data.prepared_folder import (
 from diff_transformer.data.sources import SPLITS, Reader, Source, find_sources
 from diff_transformer.data.tokenizer import encode_all, ids_of, load_tokenizer, tokenizer_hash, train_tokenizer
 from diff_transformer.durable import remove, replacing, require_writable
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -81,9 +82,9 @@ class PrepareConfig:
         for name in self.filters:
             require_known("filter", name, FILTERS)
         if self.dedup not in (None, "minhash"):
-            raise ValueError(f"dedup is {self.dedup!r}; give minhash")
+            raise UserError(f"dedup is {self.dedup!r}; give minhash")
         if not 0 < self.validation < 1:
-            raise ValueError(f"validation is {self.validation}; give a share between 0 and 1, such as 0.01")
+            raise UserError(f"validation is {self.validation}; give a share between 0 and 1, such as 0.01")
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> PrepareConfig:
@@ -137,7 +138,7 @@ def prepare(
     begun = is_prepared(out)
     if out.exists() and {path.name for path in out.iterdir()} - {_LOCK, TOKENIZER} and not (begun and resume):
         kind = "a preparation; continue or repair it (--resume), or" if begun else "something else;"
-        raise FileExistsError(f"{out} holds {kind} choose another folder")
+        raise UserError(f"{out} holds {kind} choose another folder")
     sources = find_sources(config.sources, config.validation)
     if engine is not None:
         engine.check(config)
@@ -151,7 +152,7 @@ def prepare(
                 return None
             return _finish(out, plan)
     except Timeout:
-        raise RuntimeError(f"another process is preparing {out}; wait for it, or choose another folder") from None
+        raise UserError(f"another process is preparing {out}; wait for it, or choose another folder") from None
 
 
 def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[str, Any]:
@@ -160,7 +161,7 @@ def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[
     files = len(sources) if all(source.kind != "hub" for source in sources) else None
     tasks = config.tasks or min(files or 1, MAX_TASKS)
     if files is not None and tasks > files:
-        raise ValueError(f"tasks is {tasks}, and the sources have {files} files, which are not divided; give fewer")
+        raise UserError(f"tasks is {tasks}, and the sources have {files} files, which are not divided; give fewer")
     plan = {
         "format": FORMAT,
         "version": VERSION,
@@ -175,14 +176,14 @@ def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[
     if there is not None:
         if different := differences({key: there.get(key) for key in plan}, plan):
             listed = "\n  ".join(different)
-            raise ValueError(
+            raise UserError(
                 f"{out} was prepared with other settings or files (there against here):\n  {listed}\n"
                 "give the same, or choose another folder"
             )
         return there
     tokenizer = _tokenizer(config, sources)
     if tokenizer.eos_token_id is None:
-        raise ValueError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
+        raise UserError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
     size = ids_of(tokenizer)
     plan["tokenizer"] = {"hash": tokenizer_hash(tokenizer), "size": size, "end_of_text": tokenizer.eos_token_id}
     plan["dtype"] = "<u2" if size <= 1 << 16 else "<u4"
@@ -240,7 +241,7 @@ def _records_of(out: Path, manifest: dict[str, Any] | None, rank: int) -> list[d
 def _run_tasks(out: Path, plan: dict[str, Any], progress: Callable[[int, int], object]) -> None:
     todo = unfinished(out, plan)
     if todo and (plan["settings"]["filters"] or plan["settings"]["dedup"]):
-        raise ValueError("filters and deduplication need an engine; give --engine local, slurm or ray")
+        raise UserError("filters and deduplication need an engine; give --engine local, slurm or ray")
     tasks, files = plan["settings"]["tasks"], [Source(**values) for values in plan["files"]]
     total = sum(source.size for rank in todo for source in files[rank::tasks])
     done = [0]
@@ -367,7 +368,7 @@ def _finish(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
     written = {int(path.stem): read_json(path) for path in (out / TASKS).glob("*.json")}
     ranks = range(plan["settings"]["tasks"])
     if missing := [rank for rank in ranks if rank not in written and before is None]:
-        raise ValueError(f"tasks {missing} of {out} have not finished; continue with --resume and the same --engine")
+        raise UserError(f"tasks {missing} of {out} have not finished; continue with --resume and the same --engine")
     manifest: dict[str, Any] = {
         key: plan[key] for key in ("format", "version", "settings", "files", "tokenizer", "dtype")
     }
@@ -384,7 +385,7 @@ def _finish(out: Path, plan: dict[str, Any]) -> dict[str, Any]:
     manifest["left_out"] = dict(left_out) if before is None else before["left_out"]
     _refuse_an_empty_side(manifest)
     if before is not None and manifest != before:
-        raise ValueError(f"a file of {out} has changed though its name and size have not; restore it, or prepare anew")
+        raise UserError(f"a file of {out} has changed though its name and size have not; restore it, or prepare anew")
     write_json(out / MANIFEST, manifest)
     for name in (PLAN, TASKS):
         remove(out / name)
@@ -396,7 +397,7 @@ def _refuse_an_empty_side(manifest: dict[str, Any]) -> None:
         if not manifest[split]["documents"]:
             counts = ", ".join(f"{count:,} {kind}" for kind, count in manifest["left_out"].items())
             total = sum(manifest[side]["documents"] for side in SPLITS)
-            raise ValueError(
+            raise UserError(
                 f"the {split} side has none of the {total:,} documents ({counts} left out); give more text, a larger "
                 "--validation, or folders train/ and val/"
             )

@@ -23,6 +23,7 @@ from diff_transformer.data.prepared_folder import (
     wrong_size,
 )
 from diff_transformer.data.seeding import permuted, training_rng
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -48,7 +49,7 @@ class Shards:
 
     def __init__(self, folder: Path | str, split: str, *, check: bool = True):
         if split not in ("train", "validation"):
-            raise ValueError(f"split is {split!r}; accepted: train, validation")
+            raise UserError(f"split is {split!r}; accepted: train, validation")
         self.folder, self.split = Path(folder), split
         manifest = read_manifest(folder)
         self.dtype = np.dtype(manifest["dtype"])
@@ -95,7 +96,7 @@ class Shards:
     def _check(self, record: dict) -> None:
         problem = wrong_size(self._files, record, self.dtype.str)
         if problem:
-            raise ValueError(f"{problem}. Repair the folder with `{repair_command(self.folder)}`")
+            raise UserError(f"{problem}. Repair the folder with `{repair_command(self.folder)}`")
 
     def _map(self, number: int, ending: str, dtype: np.dtype) -> np.ndarray:
         name = self._records[number]["name"] + ending
@@ -151,11 +152,11 @@ class LongDocuments(PreparedCorpus):
 
     def __init__(self, tokens: Shards, length: int, *, threshold: int, factor: int, seed: int = 0):
         if threshold < 1 or factor < 1:
-            raise ValueError(f"threshold {threshold} and factor {factor} must be at least 1")
+            raise UserError(f"threshold {threshold} and factor {factor} must be at least 1")
         super().__init__(tokens, length, seed=seed)
         starts, sizes = _documents_from(tokens, threshold)
         if not len(starts):
-            raise ValueError(
+            raise UserError(
                 f"no document of {tokens.folder} has {threshold} tokens or more; set data.upsample_length lower, or 0 "
                 "for no up-sampling"
             )

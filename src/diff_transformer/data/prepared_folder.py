@@ -21,6 +21,7 @@ from diff_transformer.checks import read_json
 from diff_transformer.data.sources import SPLITS
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.durable import write_whole
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -47,14 +48,12 @@ def read_manifest(folder: Path | str) -> dict[str, Any]:
     folder = Path(folder)
     path = folder / MANIFEST
     if not path.exists() and (folder / PLAN).exists():
-        raise ValueError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
+        raise UserError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
     if not path.exists():
-        raise FileNotFoundError(
-            f"{folder} is not a prepared folder: it has no {MANIFEST}; see `diff-transformer prepare`"
-        )
+        raise UserError(f"{folder} is not a prepared folder: it has no {MANIFEST}; see `diff-transformer prepare`")
     manifest = read_json(path, "copy the folder again, or prepare the text again")
     if not isinstance(manifest, dict) or (manifest.get("format"), manifest.get("version")) != (FORMAT, VERSION):
-        raise ValueError(f"{path} is not the manifest of {FORMAT!r}, version {VERSION}; prepare the text again")
+        raise UserError(f"{path} is not the manifest of {FORMAT!r}, version {VERSION}; prepare the text again")
     return manifest
 
 
@@ -79,7 +78,7 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """
     tokenizer, expected = load_tokenizer(Path(folder) / TOKENIZER), read_manifest(folder)["tokenizer"]["hash"]
     if (found := tokenizer_hash(tokenizer)) != expected:
-        raise ValueError(f"{Path(folder) / TOKENIZER} has hash {found}, the shards were made with {expected}")
+        raise UserError(f"{Path(folder) / TOKENIZER} has hash {found}, the shards were made with {expected}")
     return tokenizer
 
 

@@ -10,6 +10,7 @@ from itertools import chain, zip_longest
 from pathlib import Path
 
 from diff_transformer.data.documents import Corpus, Document, held_out_split, stable_order
+from diff_transformer.errors import UserError
 
 SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "site-packages", "dist-packages", "lib2to3", "idlelib", "encodings"}
@@ -39,7 +40,7 @@ def load_python_library() -> Corpus:
         code.append(Document(f"code/{name}", source, group=name))
     documents = stable_order(document for document in prose + code if len(document.text) >= MIN_CHARACTERS)
     if not documents:
-        raise ValueError(f"no Python sources under {root} (a stripped Python?); give a text file or a folder instead")
+        raise UserError(f"no Python sources under {root} (a stripped Python?); give a text file or a folder instead")
     train, validation = held_out_split(documents)
     split = "about 10 % of the modules and topics, by a hash of their names, are validation"
     return Corpus("python", _alternate(train), _alternate(validation), split)

@@ -7,6 +7,8 @@ import zlib
 
 import numpy as np
 
+from diff_transformer.errors import UserError
+
 _TRAINING, _EVALUATION = 0, 1
 
 
@@ -45,7 +47,7 @@ def permuted(places: np.ndarray, size: int, rng: np.random.Generator) -> np.ndar
         ValueError: for a size below 1. IndexError: for a place outside [0, size).
     """
     if size < 1:
-        raise ValueError(f"size is {size}; a permutation needs at least one thing")
+        raise UserError(f"size is {size}; a permutation needs at least one thing")
     half = max(1, ((size - 1).bit_length() + 1) // 2)
     keys = rng.integers(0, 1 << 64, _ROUNDS, dtype=np.uint64)
     values = np.array(places, dtype=np.uint64)

@@ -26,6 +26,7 @@ from diff_transformer.data.documents import (
     held_out_split,
     without_common_folders,
 )
+from diff_transformer.errors import UserError
 
 SPLITS = ("train", "validation")
 PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
@@ -63,7 +64,7 @@ def find_sources(names: Sequence[str], share: float) -> list[Source]:
         ValueError: for no source, or one that holds nothing that is read.
     """
     if not names:
-        raise ValueError(f"no source of text; give {ACCEPTED}")
+        raise UserError(f"no source of text; give {ACCEPTED}")
     found = [source for name in names for source in _find(name)]
     undecided = [i for i, source in enumerate(found) if source.kind == "text" and source.split is None]
     if len(found) == len(undecided) == 1:
@@ -84,17 +85,17 @@ def _find(name: str) -> list[Source]:
         return [Source(name, "hub")]
     path = Path(name).absolute()
     if not path.exists():
-        raise FileNotFoundError(f"source {name!r} does not exist; give {ACCEPTED}")
+        raise UserError(f"source {name!r} does not exist; give {ACCEPTED}")
     require_regular(path)
     if path.name.lower().endswith(ARCHIVE_SUFFIXES):
-        raise ValueError(f"source {name!r} is an archive; unpack it (tar xf {name}) and give the folder")
+        raise UserError(f"source {name!r} is an archive; unpack it (tar xf {name}) and give the folder")
     if path.is_dir():
         found = with_folder_splits(path, [(p, kind) for p in files_of(path) if (kind := kind_of(p.name))])
     else:
         kind = kind_of(path.name) or ("text" if not path.suffix else None)
         found = [Source(str(path), kind, path.stat().st_size)] if kind else []
     if not found:
-        raise ValueError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
+        raise UserError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
     return found
 
 
@@ -143,7 +144,7 @@ def hub_query(name: str) -> tuple[str, dict[str, str]]:
     options = dict(parse_qsl(query))
     unknown = sorted(set(options) - set(HUB_OPTIONS))
     if unknown or not repository:
-        raise ValueError(f"source {name!r}: {', '.join(unknown) or 'no name'}; accepted: {', '.join(HUB_OPTIONS)}")
+        raise UserError(f"source {name!r}: {', '.join(unknown) or 'no name'}; accepted: {', '.join(HUB_OPTIONS)}")
     return repository, options
 
 
@@ -210,7 +211,7 @@ class Reader:
             elif self.skip_invalid:
                 self.left_out["invalid"] += 1
             else:
-                raise ValueError(f"{source.path}, row {number} {reason}; or leave such rows out (--skip-invalid)")
+                raise UserError(f"{source.path}, row {number} {reason}; or leave such rows out (--skip-invalid)")
             self.progress(position - done)
             done = position
 
@@ -234,7 +235,7 @@ class Reader:
                 try:
                     line = next(lines, None)
                 except Exception as error:  # each compression library raises its own errors
-                    raise ValueError(f"{path} cannot be unpacked after line {number} ({error})") from error
+                    raise UserError(f"{path} cannot be unpacked after line {number} ({error})") from error
                 if line is None:
                     return
                 number += 1
@@ -246,7 +247,7 @@ class Reader:
             import pyarrow
             from pyarrow.parquet import ParquetFile
         except ImportError:
-            raise RuntimeError("reading .parquet needs pyarrow; pip install 'diff-transformer[data]'") from None
+            raise UserError("reading .parquet needs pyarrow; pip install 'diff-transformer[data]'") from None
         size, done = os.path.getsize(path), 0
         try:
             with ParquetFile(path) as file:
@@ -256,14 +257,14 @@ class Reader:
                         done += 1
                         yield row, size * done // file.metadata.num_rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise ValueError(f"{path} cannot be read as parquet after row {done} ({error})") from error
+            raise UserError(f"{path} cannot be read as parquet after row {done} ({error})") from error
 
     def _hub(self, name: str) -> Iterator[tuple[Any, int]]:
         repository, options = hub_query(name)
         try:
             import datasets
         except ImportError:
-            raise RuntimeError(f"reading {name} needs datasets; pip install 'diff-transformer[hub]'") from None
+            raise UserError(f"reading {name} needs datasets; pip install 'diff-transformer[hub]'") from None
         number = 0
         try:
             rows: Any = datasets.load_dataset(
@@ -274,7 +275,7 @@ class Reader:
                 if number % self.part[1] == self.part[0]:
                     yield row, 0
         except Exception as error:  # the type depends on the library's version and on where it fails
-            raise ValueError(
+            raise UserError(
                 f"{name} cannot be streamed after row {number} ({type(error).__name__}: {first_line(error)}); connect "
                 "this machine and continue with --resume, or give the text as local files"
             ) from error
@@ -285,7 +286,7 @@ def _unpacked(raw: BinaryIO, suffix: str) -> Any:
         try:
             import zstandard
         except ImportError:
-            raise RuntimeError("reading .zst needs zstandard; pip install 'diff-transformer[data]'") from None
+            raise UserError("reading .zst needs zstandard; pip install 'diff-transformer[data]'") from None
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
     opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix)
     return raw if opened is None else opened(raw)

@@ -7,6 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from diff_transformer.errors import UserError
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
@@ -47,22 +49,22 @@ def tiktoken_tokenizer(name: str | Path) -> PreTrainedTokenizerFast:
     try:
         from tiktoken.load import load_tiktoken_bpe
     except ImportError:
-        raise ValueError(f"the tokenizer {str(name)!r} needs `pip install tiktoken`") from None
+        raise UserError(f"the tokenizer {str(name)!r} needs `pip install tiktoken`") from None
     if str(name) == CL100K:
         ranks, special = _cl100k()
     else:
         if not Path(name).is_file():
-            raise ValueError(f"no file of tiktoken ranks at {str(name)!r}")
+            raise UserError(f"no file of tiktoken ranks at {str(name)!r}")
         try:
             ranks = load_tiktoken_bpe(str(name))
         except Exception as error:
-            raise ValueError(
+            raise UserError(
                 f"{name} is no file of tiktoken ranks ({error}): a line is base64, a space, a rank"
             ) from error
         special = _SPECIAL if len(ranks) == _RANKS else {END_OF_TEXT: max(ranks.values(), default=0) + 1}
     missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
     if missing:
-        raise ValueError(f"the ranks of {name} lack {len(missing)} of the 256 bytes, such as {missing[0]:#04x}")
+        raise UserError(f"the ranks of {name} lack {len(missing)} of the 256 bytes, such as {missing[0]:#04x}")
     return _convert(ranks, special)
 
 
@@ -72,7 +74,7 @@ def _cl100k() -> tuple[dict[bytes, int], dict[str, int]]:
     try:
         encoding = cast(Any, tiktoken.get_encoding("cl100k_base"))
     except Exception as error:  # the type depends on the library's version and on where it fails
-        raise ValueError(
+        raise UserError(
             "tiktoken has no copy of cl100k_base and cannot download it "
             f"({type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}); connect this machine "
             "once, or copy TIKTOKEN_CACHE_DIR from one that has it, or give the file: --tokenizer cl100k_base.tiktoken"

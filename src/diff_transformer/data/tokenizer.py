@@ -13,6 +13,7 @@ import numpy as np
 
 from diff_transformer.checks import first_line
 from diff_transformer.data.tiktoken_ranks import is_tiktoken, tiktoken_tokenizer
+from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -46,7 +47,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
     if vocab_size < MIN_VOCAB_SIZE:
-        raise ValueError(
+        raise UserError(
             f"vocab_size {vocab_size} is too small; give at least {MIN_VOCAB_SIZE} "
             f"({len(SPECIAL_TOKENS)} special tokens, 256 bytes, {len(_DIGITS)} digits with a space before them)"
         )
@@ -73,7 +74,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
     backend.train_from_iterator(counted(), trainer)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
     if not seen:
-        raise ValueError("there is no text to train a tokenizer on; give at least one non-empty text")
+        raise UserError("there is no text to train a tokenizer on; give at least one non-empty text")
     backend.model = _with_spaced_digits(backend, vocab_size)
     return _wrap(backend)
 
@@ -118,7 +119,7 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # a damaged file can raise KeyError, TypeError, or a plain Exception
-        raise ValueError(
+        raise UserError(
             f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, 'cl100k', or a "
             f"hub name that is cached or can be downloaded ({first_line(error)})"
         ) from error
@@ -205,7 +206,7 @@ def token_spans(
     for start, end in spans:
         inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
         if not inside.size:
-            raise ValueError(f"no token of the text covers characters {start} to {end}; the text has {len(text)}")
+            raise UserError(f"no token of the text covers characters {start} to {end}; the text has {len(text)}")
         found.append((int(inside[0]), int(inside[-1]) + 1))
     return found
 
@@ -221,7 +222,7 @@ def require_fast(tokenizer: object) -> Tokenizer:
     """The Rust backend of a tokenizer, which is needed for the offsets of tokens; ValueError if it has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
-        raise ValueError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
+        raise UserError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
     return backend
 
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_call import (
     BLOCK,
     AttentionCall,
@@ -79,7 +80,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and count and len(module) == count:
             return list(module)
-    raise ValueError(
+    raise UserError(
         f"{type(model).__name__} has no list of layers as long as its configuration says (num_hidden_layers: {count}); "
         "give a Hugging Face causal LM"
     )
@@ -204,7 +205,7 @@ class _ForeignAttention:
         names.discard("transformers.modeling_utils")  # defines the interface and computes no attention
         files = [sys.modules[name] for name in sorted(names) if hasattr(sys.modules.get(name), INTERFACE)]
         if not files:
-            raise ValueError(
+            raise UserError(
                 f"{type(self.model).__name__} has neither this package's attention nor transformers' attention "
                 "interface, so its attention cannot be read; give a Hugging Face causal LM such as Llama, Qwen "
                 "or GPT-2, or convert it first"
@@ -214,7 +215,7 @@ class _ForeignAttention:
     def check(self, *_: Any) -> None:
         """A forward hook: raise ValueError if a forward pass called no attention through the interface."""
         if not self.numbers:
-            raise ValueError(
+            raise UserError(
                 f"{type(self.model).__name__} computes attention without transformers' attention interface (it is set "
                 f"to {getattr(self.model.config, '_attn_implementation', None)!r}); load it with "
                 "attn_implementation='sdpa'"
@@ -261,7 +262,7 @@ class _ForeignAttention:
         other = [name for name in ("s_aux", "position_bias") if kwargs.get(name) is not None]
         if other or rest or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
             what = f"with {', '.join(other)}" if other else "as the implementation it is set to calls it"
-            raise ValueError(
+            raise UserError(
                 f"the attention of {type(module).__name__}, {what}, is not read here; load the model with "
                 "attn_implementation='sdpa', or give another"
             )

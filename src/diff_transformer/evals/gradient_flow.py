@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
+from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_details, text_rows
 from diff_transformer.evals.provenance import provenance
@@ -156,7 +157,7 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
             if own:
                 found[kind] = own
         return found
-    raise ValueError(
+    raise UserError(
         f"layer {number} of {model} has no q_proj, k_proj, v_proj with an output projection ({', '.join(_OUTPUTS)}), "
         "and no c_attn; give a model with such attention (Llama, Qwen, GPT-2, ...)"
     )

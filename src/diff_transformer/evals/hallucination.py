@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
+from diff_transformer.errors import UserError
 from diff_transformer.evals.judges import NO, UNDECIDED, YES, Judge, Judgement, make_judge
 from diff_transformer.evals.lm import LanguageModel, max_positions, settings_of_lm
 from diff_transformer.evals.prompts import (
@@ -92,7 +93,7 @@ def evaluate_hallucination(
     check_asking(lm.tokenizer, chat_template, words["summary"], ("document",))
     positions = max_positions(lm) if hasattr(lm, "model") else None
     if length is not None and positions is not None and length > positions:
-        raise ValueError(
+        raise UserError(
             f"length {length} is more than the {positions} positions of {lm.name}; give at most {positions}"
         )
     limit = length or positions

@@ -24,6 +24,7 @@ from typing import Any
 from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
 from diff_transformer.data.tasks.types import MultipleChoiceSet, PublishedSet
+from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import max_positions, settings_of_lm
 from diff_transformer.evals.prompts import asked_details, check_asking, worded
 from diff_transformer.evals.provenance import provenance
@@ -69,7 +70,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the tasks and evaluate."""
     if settings.data == "hub":
         if settings.wording:
-            raise ValueError(
+            raise UserError(
                 "wording is of our own sets of questions, and data is 'hub', whose tasks have their own; leave wording "
                 "out, or give a file"
             )
@@ -79,7 +80,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         chosen = settings.tasks if settings.tasks != PAPER_TASKS else tuple(sets)
         unknown = [name for name in chosen if name not in sets]
         if unknown:
-            raise ValueError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(sets)}")
+            raise UserError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(sets)}")
         tasks = {name: sets[name] for name in chosen}
     result = evaluate_harness(lm, tasks, settings, samples)
     return replace(result, provenance={**result.provenance, "data": settings.data})
@@ -110,9 +111,9 @@ def evaluate_harness(
     chat_template, wording = settings.chat_template, settings.wording
     require_positive(items=items)
     if shots < 0:
-        raise ValueError(f"shots is {shots}; give 0 or more")
+        raise UserError(f"shots is {shots}; give 0 or more")
     if metric not in METRICS:
-        raise ValueError(f"metric is {metric!r}; give one of {', '.join(METRICS)}")
+        raise UserError(f"metric is {metric!r}; give one of {', '.join(METRICS)}")
     check_asking(getattr(lm, "tokenizer", None), chat_template, wording, ("question",))
     lm_eval = _library()
     samples = samples or Samples()
@@ -149,7 +150,7 @@ def summarise(rows: list[dict], shots: int) -> dict[str, float]:
         of_task = [row for row in every if "skipped" not in row]
         count = len(of_task)
         if not of_task:
-            raise ValueError(f"{every[0]['skipped']}; so have all items: give a model with more positions")
+            raise UserError(f"{every[0]['skipped']}; so have all items: give a model with more positions")
         if count < len(every):
             metrics[f"{name}_skipped"] = float(len(every) - count)
         mean = sum(row["score"] for row in of_task) / count
@@ -169,9 +170,7 @@ def summarise(rows: list[dict], shots: int) -> dict[str, float]:
 def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int, chat: bool) -> list[dict]:
     """A row for each of the first ``count`` items. They are scored together: the draw of examples depends on it."""
     if task.OUTPUT_TYPE != "multiple_choice":
-        raise ValueError(
-            f"task {name} is of type {task.OUTPUT_TYPE}; give tasks of multiple choice, as the paper's are"
-        )
+        raise UserError(f"task {name} is of type {task.OUTPUT_TYPE}; give tasks of multiple choice, as the paper's are")
     task.set_config("num_fewshot", shots)
     task.set_fewshot_seed(seed=seed)
     outcome = lm_eval.evaluate(
@@ -234,7 +233,7 @@ def _library():
         import lm_eval
         import lm_eval.models.huggingface
     except ImportError as error:
-        raise ValueError(
+        raise UserError(
             f"this experiment needs lm-evaluation-harness ({error}); install it with "
             "`pip install diff-transformer[harness]`"
         ) from None
@@ -268,16 +267,16 @@ def harness_task(name: str):
     """
     manager = task_manager(name in PAPER_TASKS)
     if name not in manager.all_tasks:
-        raise ValueError(f"lm-evaluation-harness has no task {name!r}; the paper's are {', '.join(PAPER_TASKS)}")
+        raise UserError(f"lm-evaluation-harness has no task {name!r}; the paper's are {', '.join(PAPER_TASKS)}")
     try:
         found = manager.load([name])["tasks"]
     except Exception as error:  # the hub's exception depends on versions and on where it fails
-        raise ValueError(
+        raise UserError(
             f"the data of {name} are not cached and cannot be downloaded ({type(error).__name__}: {str(error)[:200]}); "
             "connect this machine, or set data to a file or folder of tasks, or to python"
         ) from error
     if name not in found:
-        raise ValueError(f"{name!r} is a group of tasks; name its tasks one by one")
+        raise UserError(f"{name!r} is a group of tasks; name its tasks one by one")
     return found[name]
 
 
@@ -326,7 +325,7 @@ def check_shots(name: str, source: object, shots: int) -> None:
     if isinstance(source, _LOCAL):
         there = len(source.examples) or len(source.items) - 1
         if shots > there:
-            raise ValueError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
+            raise UserError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
 
 
 def harness_model(lm):

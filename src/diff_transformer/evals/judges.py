@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, Protocol
 from diff_transformer.checks import require_extra, require_positive
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import encode, leading_ids
+from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.prompts import Fitted, fit_document
@@ -115,7 +116,7 @@ class EndpointJudge:
         try:
             self.client = openai.OpenAI()
         except openai.OpenAIError as error:
-            raise RuntimeError(f"the judge {model} cannot be asked: {error}") from None
+            raise UserError(f"the judge {model} cannot be asked: {error}") from None
         self.model, self.attempts, self.name = model, attempts, f"endpoint:{model}"
         self.options = {"temperature": 0, "max_tokens": 16} if options is None else options
 
@@ -142,7 +143,7 @@ class EndpointJudge:
             words = f"{error} {error.response.text[:300]}" if isinstance(error, openai.APIStatusError) else str(error)
             if isinstance(error, openai.BadRequestError) and "content_filter" in words:
                 return ""
-            raise RuntimeError(f"{self.name}: {words}; verdicts so far are kept, run again with --resume") from None
+            raise UserError(f"{self.name}: {words}; verdicts so far are kept, run again with --resume") from None
         return reply.choices[0].message.content or "" if reply.choices else ""
 
 
@@ -163,7 +164,7 @@ class LikelihoodJudge:
             try:
                 self._fitted(item, "")
             except ValueError as error:
-                raise ValueError(f"{self.name} has too few positions to judge item {item.id!r}: {error}") from None
+                raise UserError(f"{self.name} has too few positions to judge item {item.id!r}: {error}") from None
 
     def __call__(self, item: GroundedItem, output: str) -> Judgement:
         try:
@@ -193,7 +194,7 @@ class ContainmentJudge:
         """Raise ValueError for a question without reference answers."""
         for item in items:
             if item.kind == "question" and not any(normalised(reference) for reference in item.references):
-                raise ValueError(
+                raise UserError(
                     f"item {item.id!r} has no reference answer, which judge=containment needs; use another judge"
                 )
 
@@ -252,6 +253,6 @@ def make_judge(name: str, *, options: dict | None = None, device: str | None = N
         from diff_transformer.evals.lm import load_lm
 
         return LikelihoodJudge(load_lm(of, device=device))
-    raise ValueError(
+    raise UserError(
         f"judge is {name!r}; give containment, endpoint:MODEL, or lm:PATH (a folder, a hub name or a preset)"
     )

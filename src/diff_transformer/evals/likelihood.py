@@ -20,6 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
+from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import CausalLM, check_length, extend, rows_at_once
 
 CHUNK = 1024  # tokens of a context per forward pass
@@ -51,7 +52,7 @@ def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Pref
     """
     require_positive(chunk=chunk)
     if not len(ids):
-        raise ValueError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
+        raise UserError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
     check_length(lm, len(ids), "the context")
     if not lm.in_parts:
         return None
@@ -83,11 +84,11 @@ def continuation_logprobs(
     """
     require_positive(batch_size=batch_size)
     if len(contexts) != len(continuations):
-        raise ValueError(f"{len(contexts)} contexts and {len(continuations)} lists of continuations; give one for each")
+        raise UserError(f"{len(contexts)} contexts and {len(continuations)} lists of continuations; give one for each")
     if not contexts:
         return []
     if not all(len(context) for context in contexts):
-        raise ValueError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
+        raise UserError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
     longest = max(
         len(context) + max((len(tokens) - 1 for tokens in choices), default=0)
         for context, choices in zip(contexts, continuations, strict=True)
@@ -130,7 +131,7 @@ def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, all
     """
     require_positive(chunk=chunk)
     if len(ids) < 2:
-        raise ValueError(f"{len(ids)} tokens have no loss; give at least 2")
+        raise UserError(f"{len(ids)} tokens have no loss; give at least 2")
     if allow_beyond:
         _check_learned_positions(lm, len(ids) - 1)
     else:
@@ -161,7 +162,7 @@ def _check_learned_positions(lm: CausalLM, tokens: int) -> None:
     for name, module in lm.model.named_modules():
         table = name.rsplit(".", 1)[-1] in ("wpe", "embed_positions", "position_embeddings")
         if table and isinstance(module, torch.nn.Embedding) and tokens > module.num_embeddings:
-            raise ValueError(
+            raise UserError(
                 f"{lm.name} has learned a table of {module.num_embeddings} positions and {tokens} are needed; give a "
                 "smaller length"
             )

@@ -17,6 +17,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingW
 from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.evaluation_text import SPLITS, load_rows
 from diff_transformer.data.tokenizer import encode_all, leading_ids
+from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
 from diff_transformer.model.loading import padding_token, plain_defaults
 
@@ -68,7 +69,7 @@ def extend(model: Any, cache: Any, ids: Tensor, **options: Any) -> tuple[Any, An
     given = (getattr(out, key, None) for key in (name, "past_key_values"))
     longer = next((one for one in given if one is not None), None)
     if longer is None or all(getattr(longer, "is_linear", None) or [False]):
-        raise ValueError(f"{type(model).__name__} returns no cache, which reading a text in parts needs")
+        raise UserError(f"{type(model).__name__} returns no cache, which reading a text in parts needs")
     return out, longer
 
 
@@ -250,7 +251,7 @@ def check_length(lm: Any, tokens: int, what: str) -> None:
     """Raise ValueError if ``what`` has more tokens than the model supports (where its configuration says)."""
     positions = max_positions(lm)
     if positions is not None and tokens > positions:
-        raise ValueError(
+        raise UserError(
             f"{what} has {tokens} tokens, more than the {positions} positions of {lm.name} "
             "(config.max_position_embeddings); set a smaller length or use a model with more positions"
         )

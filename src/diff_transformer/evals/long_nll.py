@@ -18,6 +18,7 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import encode, leading_ids
+from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import CHUNK, position_losses
 from diff_transformer.evals.lm import CausalLM, max_positions, measured_split, settings_of_lm
 from diff_transformer.evals.provenance import provenance
@@ -80,7 +81,7 @@ def evaluate_long_nll(
     require_positive(length=length, books=settings.samples, chunk=chunk)
     positions = max_positions(lm)
     if positions is not None and length > positions and not allow_beyond:
-        raise ValueError(
+        raise UserError(
             f"length {length} is more than the {positions} positions of {lm.name} (config.max_position_embeddings); "
             f"give a length up to {positions}, or allow_beyond=true to see how it extrapolates"
         )
@@ -135,7 +136,7 @@ def _long_enough(
         if len(ids) > length:
             chosen.append((document.name, ids[: length + 1], len(ids)))
     if not chosen:
-        raise ValueError(
+        raise UserError(
             f"none of the {len(documents)} documents has {length + 1} tokens in {lm.name}'s tokenizer, the "
             f"longest {longest}; give a smaller length or a corpus of longer texts (books)"
         )

@@ -23,6 +23,7 @@ from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import encode, leading_ids
+from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
 from diff_transformer.evals.lm import CausalLM, max_positions, settings_of_lm
 from diff_transformer.evals.prompts import (
@@ -110,7 +111,7 @@ def evaluate_many_shot(
     require_positive(questions=settings.samples, curve_seeds=curve_seeds, order_seeds=order_seeds)
     unknown = [order for order in orders if order not in ORDERS]
     if unknown or not orders:
-        raise ValueError(f"orders is {orders!r}; give one or both of {', '.join(ORDERS)}")
+        raise UserError(f"orders is {orders!r}; give one or both of {', '.join(ORDERS)}")
     samples = samples or Samples()
     asked = settings.chat_template, settings.wording
     check_asking(lm.tokenizer, *asked, ("text",))
@@ -150,7 +151,7 @@ class _Task:
         asked = {example.text.casefold() for example in data.test}
         shown = [example for example in data.train if example.text.casefold() not in asked]
         if not shown:
-            raise ValueError(f"every training text of {data.name} is a test text too; give other training texts")
+            raise UserError(f"every training text of {data.name} is a test text too; give other training texts")
         self.pool = [shown[i] for i in evaluation_rng(seed, "many_shot", "examples").permutation(len(shown))]
 
     def ask(self, example: Labelled) -> str:
@@ -204,7 +205,7 @@ def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_see
         top = min(positions or LONGEST, LONGEST)
         shots, lengths = (1,), [*(_SHORTEST << i for i in range(20) if _SHORTEST << i < top), top]
     if positions is not None and max(lengths, default=0) > positions:
-        raise ValueError(
+        raise UserError(
             f"lengths up to {max(lengths)} tokens are more than the {positions} positions of {task.lm.name} "
             "(config.max_position_embeddings); give smaller lengths, or none for the default ones"
         )
@@ -212,10 +213,10 @@ def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_see
     counts = {_fitting(task, length - answer, length, order_seeds) for length in lengths}
     for count in shots:
         if count > len(task.pool):
-            raise ValueError(f"{count} examples were asked for and {task.data.name} has {len(task.pool)} to show")
+            raise UserError(f"{count} examples were asked for and {task.data.name} has {len(task.pool)} to show")
         needed = answer + task.most_tokens(count, order_seeds)
         if positions is not None and needed > positions:
-            raise ValueError(
+            raise UserError(
                 f"{count} examples make prompts of {needed} tokens, more than the {positions} positions of "
                 f"{task.lm.name} (config.max_position_embeddings); give fewer shots"
             )
@@ -232,7 +233,7 @@ def _fitting(task: _Task, room: int, length: int, order_seeds: int) -> int:
         low -= 1
     if not low:
         first = task.tokens(task.show(task.pool[:1]))
-        raise ValueError(
+        raise UserError(
             f"a prompt of {length} tokens has no room for an example: the first takes {first}, the longest question "
             f"with its answer {length - room}, in {task.lm.name}'s tokens; give a larger length or other data"
         )

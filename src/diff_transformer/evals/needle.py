@@ -34,6 +34,7 @@ from diff_transformer.data.needles import (
     question,
 )
 from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import (
     LanguageModel,
     check_length,
@@ -299,18 +300,18 @@ def check_needle_fits(
         try:
             sizes = [cell.least(tokenizer, sample, prefix) for cell, sample in every]
         except ValueError as error:
-            raise ValueError(f"{every[0][0]}: {error}") from error
+            raise UserError(f"{every[0][0]}: {error}") from error
         longest.append((max(sizes), *every[sizes.index(max(sizes))]))
     for least, cell, sample in sorted(longest, key=lambda one: -one[0]):
         if least > length:
-            raise ValueError(
+            raise UserError(
                 f"{cell}: needles, question and answer take up to {least}; give a length of {least} or more, or fewer "
                 "needles"
             )
         try:
             cell.example(filler, tokenizer, sample, prefix)
         except ValueError as error:
-            raise ValueError(f"{cell}: {error}") from error
+            raise UserError(f"{cell}: {error}") from error
 
 
 def answer_tokens(tokenizer, queries: int, digits: int) -> int:

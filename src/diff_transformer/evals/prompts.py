@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from diff_transformer.data.tokenizer import encode_all, leading_ids, require_fast
+from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import common_prefix
 
 if TYPE_CHECKING:
@@ -26,12 +27,12 @@ def check_asking(tokenizer, chat_template: bool, wording: str = "", places: Sequ
         ValueError: for a tokenizer without a chat template, or a wording that lacks one of ``places``.
     """
     if chat_template and not getattr(tokenizer, "chat_template", None):
-        raise ValueError(
+        raise UserError(
             "the model's tokenizer has no chat template; leave --chat-template out, or give an instruct model"
         )
     missing = [place for place in places if wording and f"{{{place}}}" not in wording]
     if missing:
-        raise ValueError(f"wording is {wording!r}; put {{{missing[0]}}} where it belongs")
+        raise UserError(f"wording is {wording!r}; put {{{missing[0]}}} where it belongs")
 
 
 def worded(wording: str, **values: str) -> str:
@@ -100,7 +101,7 @@ def choice_tokens(
         ValueError: for no choices, an empty choice, or an empty context where the tokenizer has neither BOS nor EOS.
     """
     if not choices or not all(choices):
-        raise ValueError(f"the choices are {list(choices)!r}; give at least one, none of them empty")
+        raise UserError(f"the choices are {list(choices)!r}; give at least one, none of them empty")
     before = [] if special else leading_ids(tokenizer)
     tokenise = _whole if len(context) <= 2 * _WINDOW else _long
     alone, texts = tokenise(tokenizer, context, choices, special)
@@ -108,7 +109,7 @@ def choice_tokens(
     if not before and not shared:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
         if start is None:
-            raise ValueError("an empty context needs a tokenizer with a bos_token or an eos_token")
+            raise UserError("an empty context needs a tokenizer with a bos_token or an eos_token")
         before = [start]
     return before + alone[:shared], [text[shared:] for text in texts]
 
@@ -186,7 +187,7 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
         if over <= 0:
             return Fitted(prompt, kept, total, _length(tokenizer, kept))
         room -= over
-    raise ValueError(
+    raise UserError(
         f"{limit} tokens leave {max(room, 0)} for a document of {total}, below the least of {min(SMALLEST, total)}; "
         "give a model with more positions, fewer new tokens, or another length"
     )

@@ -24,6 +24,7 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.continuations import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import encode_all
+from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
 from diff_transformer.evals.lm import (
@@ -128,7 +129,7 @@ def evaluate_quantization(
             part, size = f"loss_{each}bit", rows_at_once(lm, ids.shape[1])
             rows += samples.rows(part, range(len(ids)), score, batch_size=size)
     if tasks and not any("cut" in row for row in rows):
-        raise ValueError(next(row["skipped"] for row in rows if "skipped" in row))
+        raise UserError(next(row["skipped"] for row in rows if "skipped" in row))
     details = {"bits": list(bits), "granularity": granularity, "tasks": len(tasks), **settings_of_lm(lm)}
     return Result("quantization", lm.name, quantization_metrics(rows, tasks), rows, provenance(**details))
 
@@ -200,7 +201,7 @@ def _choice_scorer(
     return score
 
 
-class TooLong(ValueError):
+class TooLong(UserError):
     """A text that has more tokens than the model supports."""
 
 
@@ -219,7 +220,7 @@ def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[
     context, *wholes = [lm.prefix + ids.tolist() for ids in encode_all(lm.tokenizer, texts)]
     shared = min(common_prefix([context, *wholes]), min(map(len, wholes)) - 1)
     if not shared:
-        raise ValueError(f"the context {task.question[:60]!r} has no token before its endings; give a longer context")
+        raise UserError(f"the context {task.question[:60]!r} has no token before its endings; give a longer context")
     context, endings = context[:shared], [whole[shared:] for whole in wholes]
     start, room = len(lm.prefix), len(context)
     if lm.positions is not None:
@@ -272,7 +273,7 @@ def quantization_metrics(rows: Sequence[dict], tasks: Sequence[MultipleChoiceIte
 
 def _check(bits: Sequence[int], granularity: str) -> None:
     if granularity not in GRANULARITIES:
-        raise ValueError(f"granularity is {granularity!r}; accepted: {', '.join(map(repr, GRANULARITIES))}")
+        raise UserError(f"granularity is {granularity!r}; accepted: {', '.join(map(repr, GRANULARITIES))}")
     wrong = [each for each in bits if not isinstance(each, int) or not 2 <= each <= 16]
     if wrong or not bits:
-        raise ValueError(f"bits are {list(bits)}; give whole numbers from 2 to 16")
+        raise UserError(f"bits are {list(bits)}; give whole numbers from 2 to 16")

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import append_lines, read_lines, require_writable, write_whole
+from diff_transformer.errors import UserError
 
 Item = TypeVar("Item")
 # Metadata of a field of ``Settings`` that no result depends on: an interrupted run may go on with another value.
@@ -50,7 +51,7 @@ class Samples:
         self._settings = json.loads(json.dumps(settings or {}))
         if journal.exists():
             if not resume:
-                raise FileExistsError(
+                raise UserError(
                     f"{journal} holds an interrupted run; resume it (--resume), delete it, or choose another --out"
                 )
             self._read(journal)
@@ -104,9 +105,9 @@ class Samples:
     def _read(self, journal: Path) -> None:
         first, *entries = read_lines(journal) or [{}]
         if "settings" not in first:
-            raise ValueError(f"{journal} is not a journal of an experiment; delete it or choose another --out")
+            raise UserError(f"{journal} is not a journal of an experiment; delete it or choose another --out")
         different = differences(first["settings"], self._settings)
         if different:
             listed = "\n  ".join(different)
-            raise ValueError(f"{journal} belongs to a run with other settings (saved against given):\n  {listed}")
+            raise UserError(f"{journal} belongs to a run with other settings (saved against given):\n  {listed}")
         self.finished = {(entry["part"], entry["index"]): entry["row"] for entry in entries}

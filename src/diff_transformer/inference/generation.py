@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers.generation.streamers import BaseStreamer
 
 from diff_transformer.checks import LOWEST_TEMPERATURE, require_positive, require_seed
+from diff_transformer.errors import UserError
 from diff_transformer.model.loading import padding_token, plain_defaults
 
 
@@ -43,13 +44,13 @@ class GenerationSettings:
         require_positive(max_new_tokens=self.max_new_tokens, prefill_chunk=self.prefill_chunk, lookup=self.lookup)
         require_seed("seed", self.seed)
         if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature is {self.temperature}; give 0 (the likeliest token) or more")
+            raise UserError(f"temperature is {self.temperature}; give 0 (the likeliest token) or more")
         if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+            raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1")
         if self.temperature == 0 and (self.top_p < 1 or self.seed is not None):
-            raise ValueError("top_p and seed are for drawing tokens, but temperature is 0; give a temperature above 0")
+            raise UserError("top_p and seed are for drawing tokens, but temperature is 0; give a temperature above 0")
         if self.compiled and self.lookup:
-            raise ValueError(
+            raise UserError(
                 "lookup cuts its cache back, which the static one of compiled cannot be; leave one of them out"
             )
 
@@ -84,11 +85,11 @@ def generate(
     """
     settings = settings or GenerationSettings()
     if not prompts:
-        raise ValueError("there is no prompt; give at least one")
+        raise UserError("there is no prompt; give at least one")
     if on_text is not None and len(prompts) > 1:
-        raise ValueError(f"{len(prompts)} prompts cannot stream into one text; leave out on_text or give one prompt")
+        raise UserError(f"{len(prompts)} prompts cannot stream into one text; leave out on_text or give one prompt")
     if len(prompts) > 1 and (assistant is not None or settings.lookup):
-        raise ValueError(f"speculative decoding takes one prompt at a time, not {len(prompts)}; give one")
+        raise UserError(f"speculative decoding takes one prompt at a time, not {len(prompts)}; give one")
     if assistant is not None:
         _check_assistant(model, assistant, settings)
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
@@ -195,13 +196,13 @@ def _encode(tokenizer, prompt: str) -> list[int]:
     for begin in (tokenizer.bos_token_id, tokenizer.eos_token_id):
         if begin is not None:
             return [begin]
-    raise ValueError("the prompt is empty and the tokenizer has no token that begins a text; give some text")
+    raise UserError("the prompt is empty and the tokenizer has no token that begins a text; give some text")
 
 
 def _check_length(model, tokens: int) -> None:
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and tokens > positions:
-        raise ValueError(
+        raise UserError(
             f"the prompt and its continuation have up to {tokens} tokens, more than the {positions} positions of the "
             "model (config.max_position_embeddings); give a shorter prompt or fewer new tokens"
         )
@@ -210,10 +211,10 @@ def _check_length(model, tokens: int) -> None:
 def _check_assistant(model, assistant, settings: GenerationSettings) -> None:
     if settings.compiled or settings.lookup:
         other = "compiled" if settings.compiled else "lookup"
-        raise ValueError(f"an assistant and {other} exclude each other; leave one of them out")
+        raise UserError(f"an assistant and {other} exclude each other; leave one of them out")
     ours, theirs = (m.config.get_text_config().vocab_size for m in (model, assistant))
     if ours != theirs:
-        raise ValueError(f"the assistant has {theirs} tokens and the model {ours}; give one with the same tokenizer")
+        raise UserError(f"the assistant has {theirs} tokens and the model {ours}; give one with the same tokenizer")
 
 
 @contextmanager

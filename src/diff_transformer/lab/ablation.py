@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from diff_transformer.checks import require_extra, require_positive
+from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -67,7 +68,7 @@ def run(lm, settings: Settings, samples: Samples, executor: Executor | None = No
     rows = ablation_rows(base)
     unknown = sorted(set(settings.rows) - set(rows))
     if unknown:
-        raise ValueError(f"no row {', '.join(unknown)}; there are: {', '.join(rows)}")
+        raise UserError(f"no row {', '.join(unknown)}; there are: {', '.join(rows)}")
     chosen = {name: config for name, config in rows.items() if not settings.rows or name in settings.rows}
     return evaluate_ablation(
         chosen,
@@ -120,7 +121,7 @@ def evaluate_ablation(
         different = spec.differences(place, evaluation=True)
         if different:
             listed = "\n  ".join(different)
-            raise ValueError(
+            raise UserError(
                 f"{place} holds a run with other settings (saved against given):\n  {listed}\nchoose another folder"
             )
     folder.mkdir(parents=True, exist_ok=True)

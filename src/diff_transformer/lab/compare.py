@@ -21,6 +21,7 @@ from rich.console import Console
 
 from diff_transformer.checks import differences, first_line, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
@@ -114,7 +115,7 @@ def compare(
         start = read_source(source)
         config, names = start.configured(config), start.others
         if variants:
-            raise ValueError(f"variants are {', '.join(variants)}, and a source has its own: {', '.join(names)}")
+            raise UserError(f"variants are {', '.join(variants)}, and a source has its own: {', '.join(names)}")
     if executor is None:
         jobs = jobs or default_jobs((len(PAIR) + len(names)) * seeds)
     if not config.train.threads:
@@ -123,7 +124,7 @@ def compare(
     config.validate()
     parallel = config.train.parallel
     if max(parallel.devices, parallel.num_nodes) > 1:
-        raise ValueError(
+        raise UserError(
             f"train.parallel.devices is {parallel.devices} and num_nodes {parallel.num_nodes}; a comparison trains "
             "each model in one process: leave them out, or train each side with `diff-transformer train`"
         )
@@ -298,7 +299,7 @@ def known_variants(names: Iterable[str], out: Path) -> list[str]:
     names, path = list(names), out / "variants.json"
     unknown = [name for name in names if name not in VARIANTS]
     if unknown:
-        raise ValueError(f"no variant {', '.join(map(repr, unknown))}; there are: {', '.join(VARIANTS)}")
+        raise UserError(f"no variant {', '.join(map(repr, unknown))}; there are: {', '.join(VARIANTS)}")
     earlier = read_json(path) if path.exists() else []
     return [name for name in dict.fromkeys([*earlier, *names]) if name not in PAIR]
 
@@ -308,20 +309,20 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool, drawn: bool
     path = out / REQUEST
     if path.exists():
         if not resume:
-            raise FileExistsError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
+            raise UserError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
         there = read_json(path)
         earlier = RunConfig.from_dict(there["config"])
         different = differences({"config": earlier.to_dict()}, {"config": config.to_dict()})
         if different:
             listed = "\n  ".join(different)
-            raise ValueError(f"{out} holds a comparison with other settings (saved against given):\n  {listed}")
+            raise UserError(f"{out} holds a comparison with other settings (saved against given):\n  {listed}")
         if seeds < there["seeds"]:
-            raise ValueError(
+            raise UserError(
                 f"{out} holds a comparison of {there['seeds']} seeds, more than the given {seeds}; give --seeds "
                 f"{there['seeds']} to continue it, a larger number to add seeds, or choose another folder"
             )
     elif out.is_dir() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty and holds no comparison; choose another folder")
+        raise UserError(f"{out} is not empty and holds no comparison; choose another folder")
     else:
         require_writable(out)
         if drawn:
@@ -351,7 +352,7 @@ def _check_data(config: RunConfig) -> None:
     lengths = settings.needle_lengths or (config.data.length,)
     positions = config.model.get("max_position_embeddings", max(lengths))
     if positions < max(lengths):
-        raise ValueError(
+        raise UserError(
             f"evaluation.needle_lengths has {max(lengths)} tokens, more than model.max_position_embeddings "
             f"{positions}; give fewer, or raise the latter"
         )
@@ -367,7 +368,7 @@ def _check_data(config: RunConfig) -> None:
                 load_rows(wanted.corpus, data.tokenizer, wanted.length, getattr(wanted, rows))
             except ValueError as error:
                 hint = str(error).replace("--split all", f"--set evaluation.more.{name}.split=all")
-                raise ValueError(f"evaluation.more.{name}: {hint}") from None
+                raise UserError(f"evaluation.more.{name}: {hint}") from None
 
 
 def _seconds_spent(out: Path, now: float) -> float:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from diff_transformer.checks import did_you_mean, differences, read_json, require_known, require_seed
 from diff_transformer.durable import require_writable, write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -71,7 +72,7 @@ def experiment(name: str) -> ModuleType:
         require_known("experiment", name, {**EXPERIMENTS, **others}, ", a file of Python, or all")
         module = others[name].load()
     if not is_dataclass(getattr(module, "Settings", None)) or not callable(getattr(module, "run", None)):
-        raise ValueError(
+        raise UserError(
             f"{name} is no experiment; give it a frozen dataclass Settings and run(lm, settings, samples), which "
             "returns a Result (examples/my_experiment.py)"
         )
@@ -102,7 +103,7 @@ def settings_of(
     strange = sorted(set(given) - set(kinds))
     if strange:
         hint, known = did_you_mean(strange[0], kinds), ", ".join(sorted(kinds)) or "none"
-        raise ValueError(f"{name} has no setting {', '.join(strange)}{hint}; it has: {known}")
+        raise UserError(f"{name} has no setting {', '.join(strange)}{hint}; it has: {known}")
     values = (dict(getattr(module, "QUICK", {})) if quick else {}) | given
     checked = {
         key: as_kind(kinds[key].type, value, f"{name}: {key}", _hint(kinds[key])) for key, value in values.items()
@@ -156,7 +157,7 @@ def run_eval(
     """
     module, out = experiment(name), Path(out)
     if out.exists():
-        raise FileExistsError(f"{out} exists; choose another file")
+        raise UserError(f"{out} exists; choose another file")
     require_installed(name)
     if isinstance(settings, Mapping):
         settings = settings_of(name, dict(settings), quick=quick)
@@ -250,7 +251,7 @@ def check_models(plan: Plan) -> None:
     """
     if any(_needs_model(name) for name in plan.names):
         if not plan.models:
-            raise ValueError("no model; give --model with a folder, a name on the hub or a preset")
+            raise UserError("no model; give --model with a folder, a name on the hub or a preset")
         return
     given = {
         "--model": bool(plan.models),
@@ -262,7 +263,7 @@ def check_models(plan: Plan) -> None:
     if refused:
         name = ", ".join(plan.names)
         settings = ", ".join(field.name for field in fields(experiment(plan.names[0]).Settings))
-        raise ValueError(
+        raise UserError(
             f"{name} takes no model, so {', '.join(refused)} would change nothing; leave them out. "
             f"--set accepts the settings of {name}: {settings}"
         )
@@ -324,11 +325,11 @@ def settings_for(plan: Plan, name: str) -> Any:
         if len(plan.names) == 1 and not dot:
             assignments.append(assignment)
         elif dot and head not in plan.names:
-            raise ValueError(f"--set {assignment}: {head!r} is not among the experiments: {', '.join(plan.names)}")
+            raise UserError(f"--set {assignment}: {head!r} is not among the experiments: {', '.join(plan.names)}")
         elif dot and head == name:
             assignments.append(f"{tail}={value}")
         elif not dot:
-            raise ValueError(
+            raise UserError(
                 f"--set {assignment}: with several experiments name one: --set {plan.names[0]}.{assignment}"
             )
     return settings_of(name, plan.options, assignments, quick=plan.quick, lenient=len(plan.names) > 1)
@@ -343,10 +344,10 @@ def open_folder(out: Path, plan: Plan, resume: bool) -> None:
         different = differences(read_json(path), request)
         if different:
             listed = "\n  ".join(different)
-            raise FileExistsError(f"{out} holds experiments with other settings (saved against given):\n  {listed}")
+            raise UserError(f"{out} holds experiments with other settings (saved against given):\n  {listed}")
         return
     if out.is_file() or (out.exists() and any(out.iterdir())):
         hint = "resume it (--resume) or choose another" if path.exists() else "choose another"
-        raise FileExistsError(f"{out} is not an empty folder; {hint}")
+        raise UserError(f"{out} is not an empty folder; {hint}")
     out.mkdir(parents=True, exist_ok=True)
     write_whole(path, json.dumps(request, indent=1) + "\n")

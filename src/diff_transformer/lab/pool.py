@@ -18,6 +18,7 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, read_status, start_worker
 from diff_transformer.lab.record import finished
 from diff_transformer.lab.spec import RunSpec
@@ -35,7 +36,7 @@ Runs = Mapping[Path, RunSpec]  # by folder, in the order in which they start
 Show = Callable[[Path, dict], None]  # called with the folder and status of an active run
 
 
-class RunFailed(RuntimeError):
+class RunFailed(UserError):
     """A run ended with an error. The message holds the end of its log."""
 
 

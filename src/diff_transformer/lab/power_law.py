@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from diff_transformer.checks import require_positive
+from diff_transformer.errors import UserError
 
 FORMS = {"offset": 3, "plain": 2}  # parameters to be found: a, b, c; or a and b, with c = 0
 HUBER = 0.01
@@ -141,19 +142,19 @@ def _profile(residuals: Residuals, best: np.ndarray, index: int, bounds: np.ndar
 def _checked(x: Sequence[float], loss: Sequence[float], form: str, huber: float) -> tuple[np.ndarray, np.ndarray]:
     require_positive(huber=huber)
     if form not in FORMS:
-        raise ValueError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
+        raise UserError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
     xs, losses = np.asarray(x, dtype=np.float64), np.asarray(loss, dtype=np.float64)
     if xs.shape != losses.shape or xs.ndim != 1:
-        raise ValueError(f"{xs.size} values of x and {losses.size} losses; give one loss for each x")
+        raise UserError(f"{xs.size} values of x and {losses.size} losses; give one loss for each x")
     if not (np.isfinite(xs).all() and np.isfinite(losses).all() and (xs > 0).all() and (losses > 0).all()):
-        raise ValueError("x and losses must be positive and finite")
+        raise UserError("x and losses must be positive and finite")
     distinct = np.unique(xs)
     if len(distinct) < FORMS[form]:
         hint = ", or fit form='plain', which needs 2" if form == "offset" and len(distinct) == 2 else ""
-        raise ValueError(f"{len(distinct)} distinct x; {form!r} needs at least {FORMS[form]}: give more runs{hint}")
+        raise UserError(f"{len(distinct)} distinct x; {form!r} needs at least {FORMS[form]}: give more runs{hint}")
     first, last = losses[xs == distinct[0]].mean(), losses[xs == distinct[-1]].mean()
     if last >= first:
-        raise ValueError(
+        raise UserError(
             f"the loss does not fall: {first:.4g} at x = {distinct[0]:.4g}, {last:.4g} at {distinct[-1]:.4g}; a power "
             f"law of this kind needs runs that gain from size"
         )

@@ -16,6 +16,7 @@ from typing import Any
 from diff_transformer.checks import listed, read_json
 from diff_transformer.cluster import connect
 from diff_transformer.durable import DiskError, require_writable
+from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, NodeProcess, reads
 from diff_transformer.lab.spec import REQUEST
 
@@ -43,7 +44,7 @@ class RayTasks:
 
     def __init__(self, folder: Path | str, address: str = "auto", gpus: float | None = None):
         if gpus is not None and (gpus < 0 or (gpus > 1 and gpus % 1)):
-            raise ValueError(f"GPUs per run are {gpus}; give 0, a fraction of 1, or a whole number")
+            raise UserError(f"GPUs per run are {gpus}; give 0, a fraction of 1, or a whole number")
         connect(address)
         check_shared(Path(folder))
         import ray

@@ -21,6 +21,7 @@ from typing import Any
 
 from diff_transformer import checks
 from diff_transformer.durable import write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.lab.legacy import fields_of, result_fields
 from diff_transformer.lab.sides import PAIR as PAIR
 
@@ -34,7 +35,7 @@ _CIRCUMSTANCES = (
 )  # fmt: skip
 
 
-class RecordError(ValueError):
+class RecordError(UserError):
     """A file or folder holds no record; the message says what it holds."""
 
 

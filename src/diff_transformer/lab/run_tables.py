@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from diff_transformer.checks import read_json
+from diff_transformer.errors import UserError
 from diff_transformer.lab.record import FILE, Record, load_all
 
 COLUMNS = ("model", "parameters", "tokens", "loss")
@@ -48,7 +49,7 @@ def read_runs(paths: Iterable[Path | str]) -> list[Run]:
     runs: list[Run] = []
     for path in map(Path, paths):
         if not path.exists():
-            raise FileNotFoundError(f"no table of runs at {path}; give a .csv, a .json or a folder of comparisons")
+            raise UserError(f"no table of runs at {path}; give a .csv, a .json or a folder of comparisons")
         if path.is_dir():
             runs += _from_folder(path)
         elif path.suffix.lower() == ".csv":
@@ -69,7 +70,7 @@ def _from_folder(path: Path) -> list[Run]:
         if "sweep" not in folder.relative_to(path).parts and not homes & {*folder.parents}
     ]
     if not comparisons and not unfinished and not studies:
-        raise ValueError(
+        raise UserError(
             f"{path} holds no results.json of a comparison and no record of a study's run; give a folder of them, or a "
             "table (.csv, .json)"
         )
@@ -100,7 +101,7 @@ def _from_json(path: Path) -> list[Run]:
     if isinstance(values, dict) and "schema" in values and "pair" in values:
         return _from_comparison(values, path)
     if not isinstance(values, list) or not all(isinstance(value, dict) for value in values):
-        raise ValueError(f"{path} is not a table of runs; give a list of objects with {', '.join(COLUMNS)}")
+        raise UserError(f"{path} is not a table of runs; give a list of objects with {', '.join(COLUMNS)}")
     for number, value in enumerate(values, 1):
         _require(value, f"{path}, entry {number}")
     return [_run(value, f"{path}, entry {number}") for number, value in enumerate(values, 1)]
@@ -124,7 +125,7 @@ def _from_comparison(results: dict, path: Path) -> list[Run]:
                 if at > warm:
                     runs.append(Run(side, sizes[side], at * step, loss, "curve", f"{path} {curve.get('seed')}"))
     except (KeyError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{path} does not hold the results of a comparison: {error!r} is missing or has the wrong type"
         ) from None
     return runs
@@ -139,7 +140,7 @@ def _from_study(folder: Path) -> list[Run]:
             for run in runs_of_record(record, canonical(record.side), f"{folder.parent} {record.seed}")
         ]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{folder} does not hold the record of a study's run: {error!r}") from None
+        raise UserError(f"{folder} does not hold the record of a study's run: {error!r}") from None
 
 
 def runs_of_record(record: Record, model: str, pair: str = "") -> list[Run]:
@@ -161,13 +162,13 @@ def runs_of_record(record: Record, model: str, pair: str = "") -> list[Run]:
 def _require(names, where: str) -> None:
     missing = [key for key in COLUMNS if key not in names]
     if missing:
-        raise ValueError(f"{where} has no {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
+        raise UserError(f"{where} has no {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
 
 
 def _run(values: dict, where: str) -> Run:
     parameters, tokens, loss = (_count(values[key], key, where) for key in ("parameters", "tokens", "loss"))
     if not str(values["model"] or "").strip():
-        raise ValueError(f"{where}: model is empty; name the model of each run")
+        raise UserError(f"{where}: model is empty; name the model of each run")
     return Run(canonical(str(values["model"])), parameters, tokens, loss)
 
 
@@ -178,5 +179,5 @@ def _count(value: object, key: str, where: str) -> float:
     except ValueError:
         number = -1.0
     if not 0 < number < float("inf"):
-        raise ValueError(f"{where}: {key} is {value!r}; give a positive number, for example 3.06 or 6.8B")
+        raise UserError(f"{where}: {key} is {value!r}; give a positive number, for example 3.06 or 6.8B")
     return number

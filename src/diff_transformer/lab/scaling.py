@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from diff_transformer.checks import require_extra
+from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -58,7 +59,7 @@ QUICK: dict = {"runs": SYNTHETIC}
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Read the tables and fit them; ``lm`` is not used."""
     if not settings.runs.strip():
-        raise ValueError(
+        raise UserError(
             "scaling needs a table of runs: --set runs=FILE.csv (model, parameters, tokens, loss), a .json, or a "
             "folder of comparisons"
         )
@@ -96,12 +97,12 @@ def evaluate_scaling(
     """
     samples, form, huber, source = samples or Samples(), settings.form, settings.huber, settings.runs
     if form not in FORMS:
-        raise ValueError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
+        raise UserError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
     names = (canonical(settings.ours), canonical(settings.reference))
     known = sorted({one.model for one in runs})
     for name in names:
         if name not in known:
-            raise ValueError(f"no run of {name!r}; the table has: {', '.join(known) or 'none'}; set ours and reference")
+            raise UserError(f"no run of {name!r}; the table has: {', '.join(known) or 'none'}; set ours and reference")
     metrics: dict[str, float] = {}
     rows: list[dict] = []
     refused: list[str] = []
@@ -116,11 +117,11 @@ def evaluate_scaling(
         try:
             found, fitted = _one_fit(fit, names, chosen, law, form, samples)
         except ValueError as error:
-            raise ValueError(f"loss against {fit}: {error}") from error
+            raise UserError(f"loss against {fit}: {error}") from error
         metrics |= found
         rows += fitted
     if not metrics:
-        raise ValueError("nothing to fit. " + " ".join(refused))
+        raise UserError("nothing to fit. " + " ".join(refused))
     about = {"ours": names[0], "reference": names[1], "form": form, "huber": huber}
     source_of = {"runs": source, "synthetic": source == SYNTHETIC, "notes": refused + rises}
     title = ", ".join(Path(table).stem for table in source.split(",")) if source else " against ".join(names)

@@ -9,6 +9,7 @@ from typing import Any
 
 from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.lab.record import REQUEST
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
@@ -104,12 +105,12 @@ def side_model(config: RunConfig, name: str) -> dict[str, Any]:
 def require_drawn(config: RunConfig) -> None:
     """Raise ValueError for ``train.initial_model``: models that are compared are drawn from their seeds."""
     if config.train.initial_model is not None:
-        raise ValueError(
+        raise UserError(
             f"train.initial_model is {config.train.initial_model}, and models that are compared start from random "
             "weights. To go on from a pretrained Transformer: `diff-transformer compare --from MODEL`"
         )
     if not config.model:
-        raise ValueError(
+        raise UserError(
             f"recipe {config.name!r} says nothing of a model; give one to go on from: `diff-transformer compare --from "
             "MODEL`"
         )

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_known
+from diff_transformer.errors import UserError
 from diff_transformer.lab.record import Record
 from diff_transformer.lab.spec import RunSpec, everything, side_model, with_seed
 from diff_transformer.lab.user_code import load_file
@@ -55,7 +56,7 @@ class Stage:
         object.__setattr__(self, "seeds", tuple(self.seeds))
         rates = self.rates.values() if isinstance(self.rates, Mapping) else [self.rates]
         if "{rate" in self.folder and any(isinstance(rate, str) for rate in rates):
-            raise ValueError(f"folder is {self.folder!r}, and a sweep is yet to choose a rate; leave {{rate}} out")
+            raise UserError(f"folder is {self.folder!r}, and a sweep is yet to choose a rate; leave {{rate}} out")
 
     def specs(self, swept: Choices) -> list[RunSpec]:
         """The runs, at the rates that sweeps chose.
@@ -117,10 +118,10 @@ def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = 
         path = ours[name]
     module = load_file(path)
     if not callable(getattr(module, "stages", None)):
-        raise ValueError(f"{name} is no plan; give it stages(corpus), which returns a list of Stage")
+        raise UserError(f"{name} is no plan; give it stages(corpus), which returns a list of Stage")
     stages = list(module.stages(corpus))
     if not stages:
-        raise ValueError(f"{name} is an empty plan; its stages(corpus) returned no Stage")
+        raise UserError(f"{name} is an empty plan; its stages(corpus) returned no Stage")
     return [
         replace(stage, settings={name: override(config, assignments) for name, config in stage.settings.items()})
         for stage in stages

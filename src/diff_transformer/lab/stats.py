@@ -8,6 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from diff_transformer.errors import UserError
+
 SEEDS_FOR_AN_INTERVAL = 3
 MOST_SEEDS = 1000  # that ``seeds_to_decide`` looks for
 _RESAMPLES = 2000
@@ -99,7 +101,7 @@ def seeds_to_decide(
     """
     values = np.asarray(differences, dtype=float)
     if len(values) < 2:
-        raise ValueError(f"{len(values)} differences have no spread; give at least 2")
+        raise UserError(f"{len(values)} differences have no spread; give at least 2")
     distance, variance = abs(float(values.mean()) - threshold), float(values.var(ddof=1))
     counts = range(2, MOST_SEEDS + 1)
 
@@ -178,7 +180,7 @@ def over_seeds_and_examples(
     """
     seeds = range(len(first))
     if len(first) < 2:
-        raise ValueError(f"{len(first)} seeds have no spread; give at least 2")
+        raise UserError(f"{len(first)} seeds have no spread; give at least 2")
     by_seed = [_difference([first[k]], [second[k]], [slice(None)], reduce, relative) for k in seeds]
     count = len(first[0])
     if count < 2 or any(len(scores) != count for scores in (*first, *second)):

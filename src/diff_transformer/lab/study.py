@@ -17,6 +17,7 @@ from rich.console import Console
 
 from diff_transformer.checks import differences, require_positive
 from diff_transformer.durable import require_writable
+from diff_transformer.errors import UserError
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec
@@ -65,7 +66,7 @@ def run_study(
         jobs = jobs or default_jobs(os.cpu_count() or 1)
     until = time.monotonic() + 60 * minutes if minutes else math.inf
     if out.is_dir() and any(out.iterdir()) and not _holds_runs(out):
-        raise FileExistsError(f"{out.absolute()} is not empty and holds no study; choose another folder")
+        raise UserError(f"{out.absolute()} is not empty and holds no study; choose another folder")
     first, *more = _parts(stages)
     specs, rates = _specs(first, {}), {}
     _check(specs, out)
@@ -137,11 +138,11 @@ def _check(specs: list[RunSpec], out: Path) -> None:
     there: dict[str, RunSpec] = {}
     for spec in specs:
         if there.setdefault(spec.key, spec).config.to_dict() != spec.config.to_dict():
-            raise ValueError(f"two runs of the plan have the folder {spec.key}; put {{rate}} into the stage's folder")
+            raise UserError(f"two runs of the plan have the folder {spec.key}; put {{rate}} into the stage's folder")
         different = _differences(spec, out / spec.key)
         if different:
             listed = "\n  ".join(different)
-            raise ValueError(
+            raise UserError(
                 f"{out / spec.key} has another configuration (saved against given):\n  {listed}\n"
                 "give the corpus it was made with, or choose another folder"
             )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.evaluate import (
     Bar,
@@ -94,7 +95,7 @@ def labels_of(models: Sequence[str]) -> list[str]:
     """
     twice = [model for place, model in enumerate(models) if model in models[:place]]
     if twice:
-        raise ValueError(f"--model {twice[0]} is given twice; give each model once")
+        raise UserError(f"--model {twice[0]} is given twice; give each model once")
     for name in (label_of, lambda model: str(Path(model)).strip("./~").replace("/", "_")):
         labels = [name(model) for model in models]
         if len(set(labels)) == len(labels):

@@ -16,6 +16,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from diff_transformer.checks import first_line
+from diff_transformer.errors import UserError
 from diff_transformer.lab.sides import PAIR, SOURCE, WIDER
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import carry_over, new_folder
@@ -78,27 +79,27 @@ class Source:
             ValueError: for settings that do not fit the source.
         """
         if config.data.tokenizer not in ("bpe", str(self.folder)):
-            raise ValueError(
+            raise UserError(
                 f"data.tokenizer is {config.data.tokenizer}, and a pretrained model keeps its own; leave it out"
             )
         if config.train.initial_model not in (None, str(self.folder)):
-            raise ValueError(f"train.initial_model is {config.train.initial_model}; leave it out, --from is the model")
+            raise UserError(f"train.initial_model is {config.train.initial_model}; leave it out, --from is the model")
         if config.evaluation.recall_steps:
-            raise ValueError("evaluation.recall_steps trains small models from random weights; set it to 0 with --from")
+            raise UserError("evaluation.recall_steps trains small models from random weights; set it to 0 with --from")
         fields = {**self.models["softmax"], **config.model}
         other = [
             name for name in _SHAPE if name in config.model and config.model[name] != self.models["softmax"].get(name)
         ]
         if other and self.origin is not None:
-            raise ValueError(
+            raise UserError(
                 f"model.{other[0]} of the recipe or --set is {config.model[other[0]]}, and {self.folder} has "
                 f"{self.models['softmax'].get(other[0])}; leave it out"
             )
         positions = fields.get("max_position_embeddings", config.data.length)
         if positions < config.data.length:
-            raise ValueError(f"data.length is {config.data.length}, and {self.folder} has {positions} positions")
+            raise UserError(f"data.length is {config.data.length}, and {self.folder} has {positions} positions")
         if config.model and self.origin is None:
-            raise ValueError(
+            raise UserError(
                 f"the recipe or --set has model.{next(iter(config.model))}, and {self.folder} keeps its class and its "
                 "configuration; leave it out"
             )
@@ -118,7 +119,7 @@ class Source:
         fit = int(FILLED * there // needed)
         said = f"about {needed / 2**30:.1f} GiB a model ({what}), {there / 2**30:.1f} GiB {device.type} memory"
         if not fit:
-            raise ValueError(
+            raise UserError(
                 f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
                 "train.loss_chunk=1024, train.weights=lora, or a smaller data.length"
             )
@@ -163,7 +164,7 @@ def read_source(name: str | Path) -> Source:
     found = convertible(folder)
     for kind in KINDS:
         if reason := found.reasons.get(kind):
-            raise ValueError(f"{folder} cannot go on as {kind}: {reason}")
+            raise UserError(f"{folder} cannot go on as {kind}: {reason}")
     read_tokenizer(str(folder))
     softmax, more, dropout = found.config, 0, ()
     if softmax is None:  # it keeps its class
@@ -227,7 +228,5 @@ def _folder(name: str | Path) -> Path:
         try:
             found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
         except Exception as error:  # the client may use any network library
-            raise FileNotFoundError(
-                f"no model called {name} ({first_line(error)}); give a folder or another name"
-            ) from None
+            raise UserError(f"no model called {name} ({first_line(error)}); give a folder or another name") from None
     return Path(found).resolve()

@@ -18,6 +18,7 @@ from typing import Any
 
 from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
@@ -120,13 +121,13 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     settings = {}
     for name, own in config.evaluation.more.items():
         if name in PAIR_EVALS:
-            raise ValueError(f"evaluation.more.{name}: {name} is always measured; leave it out")
+            raise UserError(f"evaluation.more.{name}: {name} is always measured; leave it out")
         if not getattr(experiment(name), "NEEDS_MODEL", True):
-            raise ValueError(f"evaluation.more.{name}: {name} measures no model; leave it out")
+            raise UserError(f"evaluation.more.{name}: {name} measures no model; leave it out")
         assignments = [f"{key}={json.dumps(value)}" for key, value in own.items()]
         settings[name] = settings_of(name, general, assignments, quick=True, lenient=True)
         if len(corpora) > 1 and hasattr(settings[name], "corpus") and "corpus" not in own:
-            raise ValueError(
+            raise UserError(
                 f"evaluation.more.{name} reads one corpus, and data.corpora has {', '.join(corpora)}; choose one of "
                 f"them, --set evaluation.more.{name}.corpus={corpora[0]}, or leave it out, --set evaluation.more={{}}"
             )

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from diff_transformer.checks import refuse_keywords, require_positive
+from diff_transformer.errors import UserError
 from diff_transformer.model.caches import is_paged, mask_unused_slots, slots_in_use, update_cache, update_paged_cache
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.dint import DintCore
@@ -128,12 +129,12 @@ class Attention(nn.Module):
         if options and not is_paged(cache):
             refuse_keywords(type(self).__name__, options, _arguments(self.forward))
         if others:
-            raise TypeError(
+            raise UserError(
                 f"{type(self).__name__} was called with {2 + len(others)} tensors; it projects q, k and v "
                 "itself: call it with (x) for self-attention, or with (x, context) for cross-attention"
             )
         if cache is not None and self.core.variant.means:
-            raise ValueError("attention='dint' takes means over whole rows; call it without a cache (use_cache=False)")
+            raise UserError("attention='dint' takes means over whole rows; call it without a cache (use_cache=False)")
         q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, cache)
         with_maps = output_attentions or output_attention_parts
         if visible is None:
@@ -141,7 +142,7 @@ class Attention(nn.Module):
             visible = Visible(attention_mask, causal, None, documents, query_padding_mask)
             visible = self._complete(visible, q.shape[2], k, key_padding_mask, cache, context)
         if visible.documents is not None and with_maps:
-            raise ValueError("packed documents came with attention maps as output, which are not computed for them")
+            raise UserError("packed documents came with attention maps as output, which are not computed for them")
         if is_paged(cache):
             k, v = update_paged_cache(cache, k, v, self.layer_idx, visible.mask, options)
         elif cache is not None:
@@ -165,7 +166,7 @@ class Attention(nn.Module):
         if kind is None:
             return None
         if kind == "token" and hidden_states is None:
-            raise TypeError(
+            raise UserError(
                 "lambdas was called without hidden_states, but lambda of this layer is computed from each token; give "
                 "the layer's input [batch, length, hidden_size]"
             )
@@ -199,7 +200,7 @@ class Attention(nn.Module):
         tables = position_embeddings or self._rotary_tables(position_ids, q.shape[1], cache, q.device)
         if tables is not None:
             if context is not None:
-                raise ValueError(
+                raise UserError(
                     "a context came to attention with a rotary embedding, but its keys have no positions among the "
                     "queries'; leave out rope_theta (or position_embeddings) for cross-attention"
                 )
@@ -213,13 +214,13 @@ class Attention(nn.Module):
     def _rotary_tables(self, position_ids, queries: int, cache, device):
         if self.rope_theta is None:
             if position_ids is not None:
-                raise ValueError("position_ids came to a layer without rotary embedding; build it with rope_theta")
+                raise UserError("position_ids came to a layer without rotary embedding; build it with rope_theta")
             return None
         if position_ids is None:
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             position_ids = torch.arange(queries, device=device)[None] + start
         if position_ids.dim() != 2:
-            raise ValueError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
+            raise UserError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
     def _complete(
@@ -233,16 +234,16 @@ class Attention(nn.Module):
         mask, causal, _, documents, tokens, slots = visible
         window, keys = self.core.window, k.shape[2]
         if not causal and mask is None and window is not None:
-            raise ValueError(
+            raise UserError(
                 f"window={window} without is_causal=True; a window counts back from the query's own position. Give a "
                 "band as attention_mask instead"
             )
         if not causal and mask is None and keys > 1 and getattr(self.core, "is_causal", False):
-            raise ValueError(
+            raise UserError(
                 "attention='dint' was built with is_causal=True and takes running means; build it with is_causal=False"
             )
         if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"attention_mask is {mask.dtype}; give bool (True = attend) or an additive mask")
+            raise UserError(f"attention_mask is {mask.dtype}; give bool (True = attend) or an additive mask")
         if tokens is None and key_padding_mask is not None and context is None:
             tokens = key_padding_mask[:, -queries:]
         if cache is not None and not is_paged(cache):
@@ -255,7 +256,7 @@ class Attention(nn.Module):
         excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
         wrong = [name for name, present in excluded.items() if present and documents is not None]
         if wrong:
-            raise ValueError(
+            raise UserError(
                 f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
             )
         return Visible(mask, causal, window if causal else None, documents, tokens, slots)
@@ -326,7 +327,7 @@ class DiffAttention(Attention):
         **unknown,
     ):
         if "dropout" in unknown:
-            raise TypeError(
+            raise UserError(
                 "DiffAttention has no argument 'dropout': the paper trains without attention dropout; apply "
                 "torch.nn.Dropout to the layer's output"
             )
@@ -343,18 +344,18 @@ class DiffAttention(Attention):
             rope_theta=rope_theta,
         )
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
+            raise UserError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
         head_dim = head_dim or hidden_size // num_heads
         if rope_theta is not None and context_size is not None:
-            raise ValueError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
+            raise UserError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
         if attention == "softmax":
-            raise ValueError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
+            raise UserError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
         check_backend(backend)
         is_causal = flag("is_causal", is_causal)
         if rope_theta is not None and head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
+            raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         if window is not None and not is_causal:
-            raise ValueError(
+            raise UserError(
                 f"window={window} without is_causal=True; a window counts back from the query's own position. "
                 "Set is_causal=True, or give another band as attention_mask"
             )
@@ -404,10 +405,10 @@ def _check_sequences(name: str, x: Tensor, width: str):
             if isinstance(x, tuple)
             else ""
         )
-        raise TypeError(f"{name} is a {type(x).__name__}; give a tensor [batch, length, {width}]{hint}")
+        raise UserError(f"{name} is a {type(x).__name__}; give a tensor [batch, length, {width}]{hint}")
     if x.dim() != 3:
         hint = "; for one sequence x give x[None]" if x.dim() == 2 else ""
-        raise ValueError(f"{name} has shape {list(x.shape)}; accepted: [batch, length, {width}]{hint}")
+        raise UserError(f"{name} has shape {list(x.shape)}; accepted: [batch, length, {width}]{hint}")
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:
@@ -417,7 +418,7 @@ def _by_head(x: Tensor, width: int) -> Tensor:
         ValueError: for a part of a head, where tensor parallel has split one.
     """
     if x.shape[2] % width:
-        raise ValueError(
+        raise UserError(
             f"a projection gives {x.shape[2]} channels, which are no whole heads of width {width}: tensor parallel has "
             "split a head between processes; take a number of processes that divides the value heads "
             "(config.heads.values)"

@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops.arguments import traced
 
 # transformers' name for a model's cache, as an argument and in outputs: "cache" from version 5.24 on. The models here
@@ -82,7 +83,7 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     if not layer.is_initialized or layer.keys.shape[1] == k.shape[1]:
         return cache.update(k, v, layer_idx)
     if v.shape[1] * v.shape[3] != k.shape[1] * k.shape[3]:
-        raise ValueError(
+        raise UserError(
             f"a cache laid out beforehand has as much room for values as for keys, and value heads of width "
             f"{v.shape[3]} need another; let the first call lay it out, or leave value_head_dim at its default"
         )
@@ -127,9 +128,9 @@ def update_paged_cache(
     """
     heads, parts = v.shape[1], v.shape[3] // k.shape[3]
     if mask is None:
-        raise ValueError(f"no mask came with the paged cache; {_PAGED_NEEDS}")
+        raise UserError(f"no mask came with the paged cache; {_PAGED_NEEDS}")
     if heads * parts != k.shape[1]:
-        raise ValueError(
+        raise UserError(
             f"{k.shape[1]} key heads of width {k.shape[3]} and {heads} value heads of width {v.shape[3]}; the paged "
             "cache holds as many numbers for values as for keys"
         )

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 from transformers import PreTrainedConfig
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.heads import ATTENTIONS as ATTENTIONS
 from diff_transformer.model.heads import (
     CORES,
@@ -177,7 +178,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         for key in _unknown(kwargs):
             near = difflib.get_close_matches(key, sorted(self.__class__.__dataclass_fields__), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see the documentation of DiffTransformerConfig"
-            raise ValueError(f"DiffTransformerConfig has no field {key!r}; {hint}")
+            raise UserError(f"DiffTransformerConfig has no field {key!r}; {hint}")
         check_rules(self)
         check_attention(self.attention)
         if self.num_key_value_heads is None:
@@ -187,7 +188,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             self.num_key_value_heads = default_key_value_heads(row, self.num_attention_heads)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
-                raise ValueError(
+                raise UserError(
                     f"hidden_size {self.hidden_size} is not divisible by num_attention_heads "
                     f"{self.num_attention_heads}; give sizes that divide, or head_dim"
                 )
@@ -211,7 +212,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         try:
             made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
         except ValueError as error:
-            raise ValueError(f"config.json: {error}") from error
+            raise UserError(f"config.json: {error}") from error
         config = made[0] if isinstance(made, tuple) else made
         for key, value in foreign.items():
             setattr(config, key, value)
@@ -243,12 +244,12 @@ class DiffTransformerConfig(PreTrainedConfig):
         check_backend(self.backend)
         norm_init, head_dim = self.head_norm_init, self.head_dim
         if isinstance(norm_init, list | tuple) and len(norm_init) != self.num_hidden_layers:
-            raise ValueError(
+            raise UserError(
                 f"head_norm_init has {len(norm_init)} values for {self.num_hidden_layers} layers; give one number for "
                 "all layers, or one for each"
             )
         if head_dim is not None and head_dim % 2:
-            raise ValueError(f"head_dim is {head_dim}; rotary embedding needs an even width")
+            raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         _ = self.heads  # raises for head counts that do not fit
         for name, kind in DiffTransformerConfig.__annotations__.items():
             setattr(self, name, as_kind(kind, getattr(self, name), name))  # 2.0 becomes 2

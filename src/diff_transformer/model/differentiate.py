@@ -32,6 +32,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
 from diff_transformer.checks import listed
+from diff_transformer.errors import UserError
 from diff_transformer.model.card import differential_card, source_facts
 from diff_transformer.model.convert.plan import each_head_twice
 from diff_transformer.model.heads import check_attention
@@ -122,7 +123,7 @@ def restore(model: PreTrainedModel) -> None:
     """
     entry = getattr(model.config, ENTRY)
     if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("format") != FORMAT:
-        raise ValueError(
+        raise UserError(
             f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
             f"with the kinds {', '.join(KINDS)}; update the package"
         )
@@ -243,7 +244,7 @@ def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
     chosen = module.config._attn_implementation
     if not _subtracts(chosen):
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} is differential, and attn_implementation={chosen!r} computes softmax attention; "
             f"call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
         )
@@ -293,13 +294,13 @@ def attend(
     """
     lam = kwargs.get(LAMBDA)
     if lam is None:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} has softmax attention, which attn_implementation='diff_...' does not compute; "
             "call diff_transformer.differentiate(model) first, or load with attn_implementation='sdpa'"
         )
     other = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
     if other:
-        raise ValueError(
+        raise UserError(
             f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
         )
     T = query.shape[2]
@@ -336,7 +337,7 @@ def read(model: Any) -> list[Parts]:
         ValueError: for a model whose attention cannot be doubled, saying why.
     """
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
+        raise UserError(
             f"the model is a {type(model).__name__}; give a PreTrainedModel of transformers, before it is wrapped "
             "(PEFT adapters come after differentiate)"
         )
@@ -351,11 +352,11 @@ def read(model: Any) -> list[Parts]:
         (not modules, "computes attention without transformers' AttentionInterface, through which its maps would pass"),
     ):
         if wrong:
-            raise ValueError(f"{name} {reason}")
+            raise UserError(f"{name} {reason}")
     try:
         return [_read(path, module) for path, module in modules]
     except ValueError as error:
-        raise ValueError(f"{name} is not taken: {error}") from None
+        raise UserError(f"{name} is not taken: {error}") from None
 
 
 def _attentions(model: nn.Module) -> list[tuple[str, Any]]:
@@ -391,11 +392,11 @@ def _read(path: str, module: Any) -> Parts:
         (unknown, f"{kind} has {listed(unknown)} beside its projections"),
     ):  # fmt: skip
         if wrong:
-            raise ValueError(reason)
+            raise UserError(reason)
     for name in names:
         found = type(getattr(module, name))
         if found not in (nn.Linear, Conv1D):
-            raise ValueError(f"{name} of {kind} is a {found.__name__}; give the model before adapters and quantisation")
+            raise UserError(f"{name} of {kind} is a {found.__name__}; give the model before adapters and quantisation")
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
     norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
     of_norms = getattr(module, norms[0], None), getattr(module, norms[1], None)
@@ -410,12 +411,12 @@ def _read(path: str, module: Any) -> Parts:
 def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
     kind, widths = type(module).__name__, (q.out_features, k.out_features)
     if not d or any(width % d for width in widths) or widths[0] % widths[1]:
-        raise ValueError(f"the projections of {kind} are not whole heads of width {d}")
+        raise UserError(f"the projections of {kind} are not whole heads of width {d}")
     if v.out_features != widths[1] or out.in_features != widths[0]:
-        raise ValueError(f"queries, keys and values of {kind} differ in width, or a gate is among them")
+        raise UserError(f"queries, keys and values of {kind} differ in width, or a gate is among them")
     reads = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
     if reads and kind not in _VIEW_BY_NUMBER:
-        raise ValueError(f"{kind} fixes its number of heads ({', '.join(sorted(reads))})")
+        raise UserError(f"{kind} fixes its number of heads ({', '.join(sorted(reads))})")
 
 
 def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
@@ -444,11 +445,11 @@ def check_start(kind: str, value: Any) -> None:
     """Raise ValueError for a lambda at which a converted model cannot start."""
     number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if not number or not 0 < value < 1:
-        raise ValueError(
+        raise UserError(
             f"lambda_init is {value!r}; give a number between 0 and 1, neither of them: at 0 the second map has no "
             "gradient, and at 1 nothing is left of two equal maps"
         )
     if kind == "diff_v2" and value != 0.5:
-        raise ValueError(
+        raise UserError(
             f"lambda_init is {value!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'"
         )

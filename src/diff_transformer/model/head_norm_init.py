@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
+from diff_transformer.errors import UserError
 from diff_transformer.model.lambdas import lambda_init
 
 
@@ -47,7 +48,7 @@ def matched_head_norm_init(config, input_ids: Tensor | None = None, *, length: i
     from diff_transformer.model.config import matched_baseline
 
     if config.variant.maps == 1 or config.variant.head_norm != "weighted":
-        raise ValueError(
+        raise UserError(
             f"attention={config.attention!r} with head_norm={config.head_norm!r} has no weight of a head norm to set; "
             f"give a configuration with differential attention and head_norm=True"
         )

@@ -11,6 +11,7 @@ from numbers import Real
 from typing import Any, NamedTuple
 
 from diff_transformer.checks import did_you_mean
+from diff_transformer.errors import UserError
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Variant:
             (self.gate == "normed" and not self.head_norm, "gate='normed' needs a head norm; or gate='result'"),
         ):  # fmt: skip
             if wrong:
-                raise ValueError(sentence)
+                raise UserError(sentence)
 
 
 _V1 = Variant(lam="learned", head_norm="weighted", factor=True)
@@ -112,7 +113,7 @@ def variant_of(config: Any) -> Variant:
     check_attention(config.attention)
     row, fields = CORES[config.attention], {}
     if row.lam == "token" and not config.lambda_learned:
-        raise ValueError(
+        raise UserError(
             f"lambda_learned is False, but attention={config.attention!r} has no lambda_init to fix lambda at: it "
             "computes lambda from each token; set lambda_learned=True, or another attention"
         )
@@ -120,13 +121,13 @@ def variant_of(config: Any) -> Variant:
     if row.lam == "learned":
         if str(config.head_norm) not in _HEAD_NORMS:
             hint = did_you_mean(str(config.head_norm), _HEAD_NORMS)
-            raise ValueError(f"head_norm is {config.head_norm!r}{hint}; accepted: True, False, 'no_weight'")
+            raise UserError(f"head_norm is {config.head_norm!r}{hint}; accepted: True, False, 'no_weight'")
         fields = {name: getattr(config, name) for name in ("lambda_init", "lambda_depth_offset", "lambda_std")}
         fields |= {"lam": "learned" if config.lambda_learned else "fixed"}
         fields |= {"head_norm": _HEAD_NORMS[str(config.head_norm)], "head_norm_init": config.head_norm_init}
     if config.softmax_head_norm:
         if config.attention != "softmax":
-            raise ValueError(
+            raise UserError(
                 f"softmax_head_norm is for attention='softmax', not {config.attention!r}; there, set head_norm"
             )
         fields = {"head_norm": "weighted", "head_norm_init": config.head_norm_init}
@@ -138,7 +139,7 @@ def variant_of(config: Any) -> Variant:
 def check_window(variant: Variant, window: int | None):
     """Raise ValueError for a window where means run over whole rows."""
     if variant.means and window is not None:
-        raise ValueError(
+        raise UserError(
             f"a window of {window} keys is asked for, but the running mean of attention='dint' is over all earlier "
             "queries; leave out the window, or take another attention"
         )
@@ -180,7 +181,7 @@ def count_heads(
     n, m, d, r = num_heads, num_key_value_heads, head_dim, variant.signal_heads
     if variant.maps == 1 or variant.shared_keys:
         if n % r or n // r % m:
-            raise ValueError(
+            raise UserError(
                 f"{n} attention heads are not divisible by {m} key/value heads and {r} signal heads a noise head; give "
                 f"num_key_value_heads that divides num_attention_heads{'' if r == 1 else f' / {r}, a whole number'}: a "
                 "group's heads share keys and values"
@@ -189,7 +190,7 @@ def count_heads(
     noise = n // (r + 1)
     if n % (r + 1) or m % 2 or noise % max(1, m // 2):
         kind = "pairs" if r == 1 else f"groups of {r} signal heads and 1 noise head"
-        raise ValueError(
+        raise UserError(
             f"{n} attention heads and {m} key/value heads do not make {kind}, each with keys for both maps: {r + 1} "
             f"must divide num_attention_heads, and half of an even num_key_value_heads must divide the {noise} {kind}; "
             "count heads as in the matched softmax attention"
@@ -207,4 +208,4 @@ def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):
     """Raise ValueError for an attention that is not in ``accepted``."""
     if attention not in accepted:
         hint = did_you_mean(str(attention), accepted)
-        raise ValueError(f"attention is {attention!r}{hint}; accepted: {', '.join(map(repr, accepted))}")
+        raise UserError(f"attention is {attention!r}{hint}; accepted: {', '.join(map(repr, accepted))}")

@@ -7,6 +7,7 @@
 from typing import NamedTuple
 
 from diff_transformer.checks import did_you_mean, require_known
+from diff_transformer.errors import UserError
 from diff_transformer.model.heads import CORES
 from diff_transformer.ops.backends import BACKENDS
 
@@ -34,7 +35,7 @@ _OTHER_NAMES = {None: DEFAULT, "paged|eager": "eager"}
 def check_backend(name: str) -> None:
     """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``, TypeError for a non-string."""
     if not isinstance(name, str):
-        raise TypeError(f"backend is {name!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
+        raise UserError(f"backend is {name!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     require_known("backend", name, ("auto", *BACKENDS))
 
 
@@ -49,7 +50,7 @@ def check_implementation(name: str | None) -> str:
         if isinstance(name, str) and "/" in name:
             hint = " (a kernel from the hub, which computes softmax attention only; take 'diff_auto' instead)"
         others = ", ".join(repr(other) for other in IMPLEMENTATIONS if other != "eager")
-        raise ValueError(  # in transformers' words, by which programs know the error
+        raise UserError(  # in transformers' words, by which programs know the error
             f'Specified `attn_implementation="{name}"` is not supported. The only possible arguments are '
             f'`attn_implementation="eager"`, {others}{hint}'
         )

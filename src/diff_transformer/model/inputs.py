@@ -14,6 +14,7 @@ from transformers.masking_utils import (
     sdpa_mask,
 )
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.caches import restrict, slots_in_use
 from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import OWN_NAMES, attention_backend
@@ -140,7 +141,7 @@ def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, rows:
     if key_padding_mask is None:
         return mask
     if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (rows, keys):
-        raise ValueError(
+        raise UserError(
             f"key_padding_mask is {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}; accepted: bool "
             f"of shape [B, S] = {(rows, keys)}, True where a key may be attended to"
         )
@@ -161,7 +162,7 @@ def _require_growing_sight(attention_mask: Tensor) -> None:
     seen = as_boolean(attention_mask)
     lost = ~seen & (seen.cumsum(-2) > 0)
     if (lost & seen.any(-1, keepdim=True)).any():
-        raise ValueError(
+        raise UserError(
             "the mask lets a later query see less than an earlier one, but the running mean of attention='dint' is "
             "over all earlier queries; give packed documents as cu_seq_lens_q or as position_ids that begin anew, or "
             "take another attention"
@@ -217,10 +218,10 @@ def take_documents(kwargs: dict) -> Packing | None:
     if bounds is None:
         return None
     if longest is None:
-        raise ValueError("cu_seq_lens_q came without max_length_q; give both, as DataCollatorWithFlattening does")
+        raise UserError("cu_seq_lens_q came without max_length_q; give both, as DataCollatorWithFlattening does")
     same = of_keys is None or of_keys is bounds or torch.equal(of_keys, bounds)
     if not same or longest_key not in (None, longest):
-        raise ValueError("queries and keys are packed differently; self-attention needs the same documents for both")
+        raise UserError("queries and keys are packed differently; self-attention needs the same documents for both")
     return Packing(bounds, int(longest))
 
 

@@ -6,6 +6,7 @@ import operator
 import torch
 from torch import Tensor, nn
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.layers import keeping_precision
 from diff_transformer.ops.arguments import active_transform
 
@@ -25,9 +26,9 @@ def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
     except TypeError:
         index = None
     if index is None:
-        raise TypeError(f"layer_index is {layer_index!r}; give an integer: layers are counted from 0")
+        raise UserError(f"layer_index is {layer_index!r}; give an integer: layers are counted from 0")
     if index < 0:
-        raise ValueError(f"layer_index is {layer_index}; layers are counted from 0")
+        raise UserError(f"layer_index is {layer_index}; layers are counted from 0")
     return 0.8 - 0.6 * math.exp(-0.3 * (index + depth_offset))
 
 

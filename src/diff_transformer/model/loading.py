@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import did_you_mean, first_line, listed
+from diff_transformer.errors import UserError
 from diff_transformer.model.presets import PRESETS, preset
 from diff_transformer.model.saved import read_settings, unreadable, weight_files
 
@@ -26,10 +27,10 @@ def load_model(name_or_path: str, *, device: str | None = None, dtype: str | Non
     import torch
 
     if dtype not in (None, *DTYPES):
-        raise ValueError(f"dtype is {dtype!r}; give {', '.join(DTYPES)}")
+        raise UserError(f"dtype is {dtype!r}; give {', '.join(DTYPES)}")
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}, and PyTorch finds no CUDA device here; give cpu")
+        raise UserError(f"device is {device!r}, and PyTorch finds no CUDA device here; give cpu")
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     if name_or_path in PRESETS and not Path(name_or_path).exists():
         return _untrained(name_or_path, device, options.get("dtype", torch.float32))
@@ -59,7 +60,7 @@ def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any
         read_settings(folder)
         weight_files(folder)
     elif str(name_or_path).startswith((".", "/")):
-        raise FileNotFoundError(f"no model at {name_or_path}; give a folder written by save_pretrained")
+        raise UserError(f"no model at {name_or_path}; give a folder written by save_pretrained")
     options = {"trust_remote_code": False, **options, "use_safetensors": True, "output_loading_info": True}
     try:
         model_class = model_class or AutoModelForCausalLM
@@ -68,8 +69,8 @@ def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any
         raise unreadable(folder, error) from None
     except OSError as error:
         if folder.is_dir():
-            raise ValueError(f"{name_or_path} cannot be loaded: {first_line(error)}") from None
-        raise FileNotFoundError(
+            raise UserError(f"{name_or_path} cannot be loaded: {first_line(error)}") from None
+        raise UserError(
             f"no model called {name_or_path}{did_you_mean(str(name_or_path), PRESETS)} ({first_line(error)}); give a "
             "folder written by save_pretrained, a name on the hub that is cached or can be downloaded, or a preset: "
             f"{', '.join(PRESETS)}"
@@ -78,7 +79,7 @@ def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any
     if caller_checks:
         return loaded
     if wrong := misfits(info, unexpected=False):
-        raise ValueError(
+        raise UserError(
             f"the weights in {name_or_path} are not all of those that {type(model).__name__} has by its config.json: "
             f"{wrong}. They would be random; give a causal language model with the config.json and all the files that "
             "it was saved with"
@@ -105,12 +106,12 @@ def model_path(model: str) -> str:
     folder = Path(model).expanduser()
     if not folder.exists():
         if model.startswith(("/", ".", "~")):
-            raise FileNotFoundError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
+            raise UserError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
         return model
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(f"{model} has no config.json; give the folder of a saved model")
+        raise UserError(f"{model} has no config.json; give the folder of a saved model")
     if not (folder / "tokenizer_config.json").exists():
-        raise FileNotFoundError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
+        raise UserError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
     weight_files(folder)
     return str(folder)
 
@@ -190,7 +191,7 @@ def read_tokenizer(path: str) -> Any:
     try:
         return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
     except Exception as error:  # a damaged file raises KeyError, TypeError or a bare Exception
-        raise ValueError(
+        raise UserError(
             f"{path} has no tokenizer that can be read ({first_line(error)}); save it beside the model with "
             "save_pretrained, or copy or download it again"
         ) from None

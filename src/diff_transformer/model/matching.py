@@ -3,6 +3,7 @@
 import copy
 from typing import Any
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.heads import count_heads, default_key_value_heads
 
@@ -29,7 +30,7 @@ def variant(config, name: str):
         ValueError: for an unknown name, or head counts that the variant does not support.
     """
     if name not in VARIANTS:
-        raise ValueError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
+        raise UserError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
     return cost_matched(config, **VARIANTS[name])
 
 
@@ -62,7 +63,7 @@ def cost_matched(config, **fields: Any):
         spare = sum(before.values()) - sum(after.values())
         changed.intermediate_size += _widening(spare, sum(before.values()), config)
         if changed.intermediate_size < 1:
-            raise ValueError(
+            raise UserError(
                 f"attention={changed.attention!r} has more parameters than {config.attention!r} by more than the whole "
                 f"feed-forward (intermediate_size {config.intermediate_size}); give a wider one"
             )
@@ -98,5 +99,5 @@ def _value_head_dim(config, changed) -> int | None:
     if width is None or wide == was_wide:
         return width
     if was_wide and width % 2:
-        raise ValueError(f"value_head_dim {width} of {config.attention!r} is odd; {changed.attention!r} needs its half")
+        raise UserError(f"value_head_dim {width} of {config.attention!r} is odd; {changed.attention!r} needs its half")
     return 2 * width if wide else width // 2

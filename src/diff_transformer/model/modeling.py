@@ -35,6 +35,7 @@ from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.checks import refuse_keywords
+from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.caches import CACHE, is_paged, slots_in_use
 from diff_transformer.model.card import write_card
@@ -170,7 +171,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         try:
             self.rotary_emb = RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
         except KeyError as error:  # an unknown type, or a number that the type needs
-            raise ValueError(
+            raise UserError(
                 f"rope_parameters is {config.rope_parameters}, and {error} is unknown or missing; give a rope_type of "
                 f"transformers ({', '.join(ROPE_INIT_FUNCTIONS)}) with the numbers that it needs"
             ) from None
@@ -218,7 +219,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             TypeError: for an unknown argument.
         """
         if (input_ids is None) == (inputs_embeds is None):
-            raise ValueError("give exactly one of input_ids and inputs_embeds")
+            raise UserError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
         batch, queries, _ = inputs_embeds.shape
@@ -226,7 +227,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         cache = past_key_values if cache is None else cache
         whole = CORES[self.config.attention].means
         if whole and (use_cache or cache is not None):
-            raise ValueError("attention='dint' takes means over whole rows; call the model with use_cache=False")
+            raise UserError("attention='dint' takes means over whole rows; call the model with use_cache=False")
         paged, kept = is_paged(cache), None if is_paged(cache) else cache
         documents = None if paged else self._documents(kwargs, batch, attention_mask, position_ids, kept, use_cache)
         options = _for_layers(kwargs, paged)
@@ -236,7 +237,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             visible = visible_of(self.config, inputs_embeds, attention_mask, kept, position_ids)
         else:
             if attention_mask is not None or use_cache:
-                raise ValueError(
+                raise UserError(
                     "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
                     "attention_mask and use_cache; leave them out"
                 )
@@ -318,7 +319,7 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             ValueError: for ``attention="dint"``, which computes whole rows.
         """
         if CORES[self.config.attention].means:
-            raise ValueError("attention='dint' takes means over whole rows and has no cache; use generate")
+            raise UserError("attention='dint' takes means over whole rows and has no cache; use generate")
         if self.config._attn_implementation != DEFAULT:
             return super().init_continuous_batching(*args, **kwargs)
         self.set_attn_implementation("sdpa")
@@ -448,7 +449,7 @@ def _for_layers(options: dict, paged: bool) -> dict:
     if paged:
         return {name: value for name, value in options.items() if name != "is_causal"}
     if options.pop("is_causal", None) is False:
-        raise ValueError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")
+        raise UserError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")
     further = [name for name in options if name not in _FOR_LAYERS]
     if further:
         known = [*[*inspect.signature(DiffTransformerForCausalLM.forward).parameters][1:-1], *_FOR_LAYERS]

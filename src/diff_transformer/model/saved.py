@@ -3,6 +3,7 @@
 from pathlib import Path, PurePath
 
 from diff_transformer.checks import first_line, listed, read_json
+from diff_transformer.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 _SINGLE = ("model.safetensors", "adapter_model.safetensors")
@@ -26,7 +27,7 @@ def read_settings(folder: Path, name: str = "config.json") -> dict | None:
         return None
     settings = read_json(path, "copy or download it again")
     if not isinstance(settings, dict):
-        raise ValueError(f"{path} holds a {type(settings).__name__}; expected a JSON object with the model's settings")
+        raise UserError(f"{path} holds a {type(settings).__name__}; expected a JSON object with the model's settings")
     return settings
 
 
@@ -41,19 +42,19 @@ def weight_files(folder: Path) -> list[Path]:
     """
     shards, singles = _indexed_files(folder), [folder / name for name in _SINGLE if (folder / name).exists()]
     if shards and folder / _SINGLE[0] in singles:
-        raise ValueError(f"{folder} holds two sets of weights, {_SINGLE[0]} and the shards of {INDEX}; remove one")
+        raise UserError(f"{folder} holds two sets of weights, {_SINGLE[0]} and the shards of {INDEX}; remove one")
     if files := shards or singles[:1]:
         return files
     others = sorted(path.name for path in folder.glob("*.safetensors"))
     if others:
-        raise FileNotFoundError(
+        raise UserError(
             f"{folder} holds {listed(others)}, but neither {_SINGLE[0]} nor {INDEX}; rename the file, or copy the index"
         )
     pickles = sorted({path.name for pattern in _PICKLES for path in folder.glob(pattern)} - {"training_args.bin"})
     if pickles:
-        raise ValueError(f"{folder} holds {listed(pickles)} but no .safetensors file. {_ONLY_SAFETENSORS}")
+        raise UserError(f"{folder} holds {listed(pickles)} but no .safetensors file. {_ONLY_SAFETENSORS}")
     require_no_gguf(folder)
-    raise FileNotFoundError(f"{folder} holds no .safetensors file; give the folder of a saved model")
+    raise UserError(f"{folder} holds no .safetensors file; give the folder of a saved model")
 
 
 def _indexed_files(folder: Path) -> list[Path] | None:
@@ -63,19 +64,19 @@ def _indexed_files(folder: Path) -> list[Path] | None:
         return None
     content = read_settings(folder, INDEX) or {}
     if not isinstance(content.get("weight_map"), dict):
-        raise ValueError(f"{index} is not an index of shards (it has no weight_map); copy or download it again")
+        raise UserError(f"{index} is not an index of shards (it has no weight_map); copy or download it again")
     if "metadata" not in content:
-        raise ValueError(f'{index} has no "metadata", which transformers needs; add the line "metadata": {{}},')
+        raise UserError(f'{index} has no "metadata", which transformers needs; add the line "metadata": {{}},')
     names = sorted({*map(str, content["weight_map"].values())})
     outside = [name for name in names if PurePath(name).is_absolute() or ".." in PurePath(name).parts]
     if outside:
-        raise ValueError(f"{index} names {listed(outside)}, which is outside the folder; it may name files inside only")
+        raise UserError(f"{index} names {listed(outside)}, which is outside the folder; it may name files inside only")
     wrong = [name for name in names if not name.endswith(".safetensors")]
     if wrong:
-        raise ValueError(f"{index} names {', '.join(wrong)}. {_ONLY_SAFETENSORS}")
+        raise UserError(f"{index} names {', '.join(wrong)}. {_ONLY_SAFETENSORS}")
     lost = [name for name in names if not (folder / name).exists()]
     if lost:
-        raise FileNotFoundError(
+        raise UserError(
             f"{folder} lacks {len(lost)} of the {len(names)} files its index names: {listed(lost)}; copy or download "
             "them again"
         )
@@ -86,7 +87,7 @@ def require_no_gguf(path: Path) -> None:
     """Raise ValueError if ``path`` is a GGUF file, or a folder with one."""
     gguf = next(iter([path] if path.suffix == ".gguf" else sorted(path.glob("*.gguf"))), None)
     if gguf is not None:
-        raise ValueError(
+        raise UserError(
             f"{gguf} is GGUF, which is not read here; write its weights as safetensors first, as "
             "docs/pretrained_to_diff.md shows"
         )

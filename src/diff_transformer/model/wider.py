@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import first_line
+from diff_transformer.errors import UserError
 
 _HEADS = {  # ends of names -> which dimension has the heads, and whether they are those of queries
     **{f"{name}_proj.{kind}": (0, name == "q") for name in "qkv" for kind in ("weight", "bias")},
@@ -35,11 +36,11 @@ def wider(model: Any, seed: int = 0) -> Any:
         try:
             made = type(model)(config)
         except ValueError as error:
-            raise ValueError(f"{name} cannot get more heads: {first_line(error)}") from None
+            raise UserError(f"{name} cannot get more heads: {first_line(error)}") from None
     for parameter in made.parameters():  # made.to() would round the frequencies of the rotary embedding too
         parameter.data = parameter.data.to(model.dtype)
     if made.num_parameters() == model.num_parameters():
-        raise ValueError(f"{name} cannot get more heads: its configuration does not say how wide they are")
+        raise UserError(f"{name} cannot get more heads: its configuration does not say how wide they are")
     for key, parameter in made.named_parameters():
         old = model.get_parameter(key)
         if old.shape == parameter.shape:
@@ -47,7 +48,7 @@ def wider(model: Any, seed: int = 0) -> Any:
             continue
         found = next((at for end, at in _HEADS.items() if key.endswith(f".{end}")), None)
         if found is None:
-            raise ValueError(f"{name} cannot get more heads: {key} spans several of them")
+            raise UserError(f"{name} cannot get more heads: {key} spans several of them")
         dimension, of_queries = found
         places = _places(n, m, config.num_attention_heads // config.num_key_value_heads, of_queries)
         if dimension:

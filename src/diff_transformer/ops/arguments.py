@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
+from diff_transformer.errors import UserError
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale that kernels can divide by
 
@@ -50,7 +52,7 @@ def real(name: str, x: Any, accepted: str) -> float:
     if type(x) is float:
         return x
     if isinstance(x, bool) or not isinstance(x, Real):
-        raise TypeError(f"{name} is a {type(x).__name__}; give {accepted}")
+        raise UserError(f"{name} is a {type(x).__name__}; give {accepted}")
     return float(x)
 
 
@@ -59,7 +61,7 @@ def integer(name: str, x: Any, accepted: str = "an int") -> int:
     if type(x) is int or isinstance(x, torch.SymInt):
         return x
     if isinstance(x, bool) or not isinstance(x, Integral):
-        raise TypeError(f"{name} is a {type(x).__name__}; give {accepted}")
+        raise UserError(f"{name} is a {type(x).__name__}; give {accepted}")
     return int(x)
 
 
@@ -76,15 +78,15 @@ def check_options(
     else:
         scale = real("scale", scale, "a number or None")
         if not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
-            raise ValueError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
+            raise UserError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
         scale = scale if abs(scale) >= SMALLEST else 0.0
     if window is None:
         return None, scale
     window = integer("window", window, "an int or None")
     if window < 1:
-        raise ValueError(f"window is {window}; give at least 1 (the query's own position) or None")
+        raise UserError(f"window is {window}; give at least 1 (the query's own position) or None")
     if not is_causal:
-        raise ValueError(
+        raise UserError(
             f"window={window} without is_causal=True; a window counts back from the query's own position. "
             "Set is_causal=True, or give another band as a boolean attn_mask"
         )
@@ -114,13 +116,13 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> 
     named = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}
     for name, x in named.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [batch, heads, length, width]")
+            raise UserError(f"{name} is a {type(x).__name__}; give a tensor of shape [batch, heads, length, width]")
         if x.dtype not in DTYPES:
-            raise TypeError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")
+            raise UserError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")
         if x.dtype != q1.dtype:
-            raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
+            raise UserError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
         if x.device != q1.device:
-            raise ValueError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
+            raise UserError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
     check_shapes({name: x.shape for name, x in named.items()})
 
 
@@ -132,24 +134,24 @@ def check_shapes(shapes: Mapping[str, tuple[int, ...]]) -> None:
     """Raise if ranks, sizes or head counts of q1, q2, k1, k2 and, if there are values, v do not fit together."""
     for name, shape in shapes.items():
         if len(shape) != 4:
-            raise ValueError(
+            raise UserError(
                 f"{name} has {len(shape)} dimensions (shape {list(shape)}); give [batch, heads, length, width]"
             )
         if 0 in (shape[1], shape[3]):
-            raise ValueError(f"{name} has shape {list(shape)}; give at least 1 head of width 1 or more")
+            raise UserError(f"{name} has shape {list(shape)}; give at least 1 head of width 1 or more")
     for name, (other, dimensions) in EQUAL.items():
         for i in dimensions if name in shapes else ():
             own, needed = shapes[name][i], shapes[other][i]
             if own != needed:
-                raise ValueError(f"{other} has {SIZES[i]} {needed} and {name} has {SIZES[i]} {own}; make them equal")
+                raise UserError(f"{other} has {SIZES[i]} {needed} and {name} has {SIZES[i]} {own}; make them equal")
     H, Hn, G = (shapes[name][1] for name in ("q1", "q2", "k1"))
     if H % Hn:
-        raise ValueError(
+        raise UserError(
             f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
             "give q2 as many heads as q1 or a divisor of that number"
         )
     if Hn % G:
-        raise ValueError(
+        raise UserError(
             f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
             "give a number of key/value heads that divides the heads of q2 (and so of q1)"
         )
@@ -166,16 +168,16 @@ def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:
         x = real(name, x, "a float or a tensor")
         return torch.full((1, 1, 1, 1), x, dtype=dtype, device=q1.device).expand(B, H, T, 1)
     if not x.is_floating_point():
-        raise TypeError(f"{name} has dtype {x.dtype}; give a floating-point tensor (float32 is what is computed with)")
+        raise UserError(f"{name} has dtype {x.dtype}; give a floating-point tensor (float32 is what is computed with)")
     if x.device != q1.device and x.dim() > 0:
-        raise ValueError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
+        raise UserError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
     shape = list(x.shape)
     x = x.to(device=q1.device, dtype=dtype)
     if x.dim() == 1 and x.shape[0] in (1, H):
         return x[None, :, None, None].expand(B, H, T, 1)
     if x.dim() != 1 and broadcasts(x.shape, (B, H, T, 1)):
         return x.expand(B, H, T, 1)
-    raise ValueError(
+    raise UserError(
         f"{name} has shape {shape}; give a float, a scalar, [{H}] (one per head) "
         f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
@@ -193,15 +195,15 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
         return None
     full = (*q1.shape[:3], S)  # [B, H, T, S]
     if not isinstance(attn_mask, Tensor):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; give a tensor or None")
+        raise UserError(f"attn_mask is a {type(attn_mask).__name__}; give a tensor or None")
     if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
-        raise TypeError(
+        raise UserError(
             f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
         )
     if attn_mask.device != q1.device:
-        raise ValueError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
+        raise UserError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
     if not broadcasts(attn_mask.shape, full):
-        raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
+        raise UserError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
@@ -210,7 +212,7 @@ def flag(name: str, value: bool) -> bool:
     if type(value) is bool:
         return value
     if not isinstance(value, bool | np.bool_ | torch.SymBool):
-        raise TypeError(f"{name} is a {type(value).__name__}; give True or False")
+        raise UserError(f"{name} is a {type(value).__name__}; give True or False")
     return bool(value)
 
 
@@ -246,7 +248,7 @@ def refuse_second_derivatives(*_) -> None:
     Raises:
         NotImplementedError: always, with what to do.
     """
-    raise NotImplementedError(
+    raise UserError(
         "the kernels of diff_attention have no second derivatives; give backend='reference' for what is differentiated "
         "twice"
     )

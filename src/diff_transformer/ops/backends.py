@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops import cpu, reference, sdpa, table, triton
 from diff_transformer.ops.arguments import DTYPES, active_transform, exporting
 from diff_transformer.ops.call import Call, replace
@@ -47,20 +48,20 @@ def resolve(call: Call) -> Call:
             _announce(device.type, call.q1.dtype, backend, because)
         return replace(call, backend=backend)
     if not isinstance(backend, str):
-        raise TypeError(f"backend is {backend!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
+        raise UserError(f"backend is {backend!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
     if backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}; give 'auto' or one of {', '.join(BACKENDS)}")
+        raise UserError(f"backend is {backend!r}; give 'auto' or one of {', '.join(BACKENDS)}")
     reason = BACKENDS[backend].unsupported_reason(_unpacked(call))
     if reason is not None:
         here = ", ".join(available_backends(device, call.q1.dtype)) or "none"
-        raise RuntimeError(f"backend={backend!r} is not available: {reason}; available here: {here}")
+        raise UserError(f"backend={backend!r} is not available: {reason}; available here: {here}")
     transform = active_transform()
     if transform is not None and backend not in PURE_PYTORCH:
-        raise NotImplementedError(
+        raise UserError(
             f"backend={backend!r} does not follow {transform}; give backend='reference' or 'auto', which is that here"
         )
     if "attn_mask" in call.gradients and backend != "reference":
-        raise NotImplementedError(
+        raise UserError(
             f"attn_mask requires grad, which backend={backend!r} does not compute; "
             "give backend='reference' or 'auto', or detach the mask"
         )
@@ -108,9 +109,9 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
         RuntimeError: PyTorch does not know the device's name.
     """
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
+        raise UserError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
     if not isinstance(device, str | int | torch.device):
-        raise TypeError(f"device is {device!r}; give a name, such as 'cuda', or a torch.device")
+        raise UserError(f"device is {device!r}; give a name, such as 'cuda', or a torch.device")
     device = torch.device(device)
     if dtype not in DTYPES or not _exists(device):
         return []

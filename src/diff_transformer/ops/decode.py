@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops import triton
 from diff_transformer.ops.arguments import active_transform, autocast_off, exporting, traced
 from diff_transformer.ops.backends import BACKENDS, resolve
@@ -133,8 +134,8 @@ def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
         return
     if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
         given = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise TypeError(f"lengths is {given}; give an int32 tensor of shape [{q1.shape[0]}], or None")
+        raise UserError(f"lengths is {given}; give an int32 tensor of shape [{q1.shape[0]}], or None")
     if lengths.shape != q1.shape[:1]:
-        raise ValueError(f"lengths has shape {list(lengths.shape)}; give one length a batch entry, [{q1.shape[0]}]")
+        raise UserError(f"lengths has shape {list(lengths.shape)}; give one length a batch entry, [{q1.shape[0]}]")
     if lengths.device != q1.device:
-        raise ValueError(f"q1 is on {q1.device} and lengths on {lengths.device}; move them to one device")
+        raise UserError(f"q1 is on {q1.device} and lengths on {lengths.device}; move them to one device")

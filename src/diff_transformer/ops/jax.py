@@ -10,6 +10,8 @@ H = G n r and Hn = G n. A size may be 1 to broadcast.
 
 import importlib.util
 
+from diff_transformer.errors import UserError
+
 if importlib.util.find_spec("jax") is None:
     raise ImportError(
         "diff_transformer.ops.jax needs JAX, which is not installed; install it (pip install 'diff-transformer[jax]'), "
@@ -120,18 +122,18 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=
     lengths = q1.shape[2], arrays["k1"].shape[2]
     window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
     if block_size is not None and integer("block_size", block_size, "an int or None") < 1:
-        raise ValueError(f"block_size is {block_size}; give at least 1 or None")
+        raise UserError(f"block_size is {block_size}; give at least 1 or None")
     weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)
     return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
 
 
 def _array(name: str, x, q1) -> Array:
     if not isinstance(x, jax.Array | np.ndarray):
-        raise TypeError(f"{name} is a {type(x).__name__}; give a jax.Array of shape [batch, heads, length, width]")
+        raise UserError(f"{name} is a {type(x).__name__}; give a jax.Array of shape [batch, heads, length, width]")
     if x.dtype.name not in DTYPES:
-        raise TypeError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
+        raise UserError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
     if x.dtype != q1.dtype:
-        raise TypeError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
+        raise UserError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
     return jnp.asarray(x)
 
 
@@ -141,7 +143,7 @@ def _weight(name: str, x, q1: Array) -> Array:
     if not isinstance(x, jax.Array | np.ndarray):
         return jnp.full((1, 1, 1, 1), real(name, x, "a number or an array"), dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise TypeError(f"{name} has dtype {x.dtype}; give a floating-point array (float32 is what is computed with)")
+        raise UserError(f"{name} has dtype {x.dtype}; give a floating-point array (float32 is what is computed with)")
     shape, x = x.shape, jnp.asarray(x).astype(dtype)
     if x.ndim == 0:
         return x.reshape(1, 1, 1, 1)
@@ -149,7 +151,7 @@ def _weight(name: str, x, q1: Array) -> Array:
         return x[None, :, None, None]
     if x.ndim > 1 and broadcasts(shape, (B, H, T, 1)):
         return x[(None,) * (4 - x.ndim)]
-    raise ValueError(
+    raise UserError(
         f"{name} has shape {list(shape)}; give a number, a scalar, [{H}] (one per head) "
         f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
@@ -159,13 +161,13 @@ def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
     if attn_mask is None:
         return None
     if not isinstance(attn_mask, jax.Array | np.ndarray):
-        raise TypeError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
+        raise UserError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
     if attn_mask.dtype != bool and not jnp.issubdtype(attn_mask.dtype, jnp.floating):
-        raise TypeError(
+        raise UserError(
             f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
         )
     if not broadcasts(attn_mask.shape, full):
-        raise ValueError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
+        raise UserError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]
 
 

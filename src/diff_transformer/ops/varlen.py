@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops.arguments import autocast_off, broadcasts, integer
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.call import Call, check, is_empty, replace, zeros
@@ -70,9 +71,9 @@ def diff_attention_varlen(
     """
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         if not isinstance(x, Tensor):
-            raise TypeError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
+            raise UserError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
         if x.dim() != 3:
-            raise ValueError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
+            raise UserError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
     keys = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), keys, keys if k2 is k1 else _as_batch(k2), _as_batch(v))
     lam, first = _weight_as_batch("lam", lam, q1), _weight_as_batch("first", first, q1)
@@ -87,14 +88,14 @@ def diff_attention_varlen(
     call = resolve(replace(call, **documents, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
     at_once = BACKENDS[call.backend].unsupported_reason(call) is None
     if torch.jit.is_tracing() and not at_once:
-        raise NotImplementedError(
+        raise UserError(
             "torch.jit.trace would keep the ends of these documents for every later call; trace a call without packed "
             "documents"
         )
     for each in bounds:
         check_ends(*each, read=not at_once)
     if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
+        raise UserError(
             f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
             "give both for the same documents"
         )
@@ -115,7 +116,7 @@ def _weight_as_batch(name: str, x: Any, q1: Tensor) -> Any:
         return x
     total, H, _ = q1.shape
     if not broadcasts(x.shape, (total, H, 1)):
-        raise ValueError(
+        raise UserError(
             f"{name} has shape {list(x.shape)}; give a float, a scalar, [{H}] (one per head) "
             f"or dimensions that broadcast to [{total}, {H}, 1]"
         )
@@ -142,13 +143,13 @@ def check_bounds(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, 
     """Raise unless cu_seqlens and max_seqlen are of the right types, shape and device for the rows of x."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
         given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise TypeError(f"{name} is {given}; give an int32 tensor, 0 and then the end of each document")
+        raise UserError(f"{name} is {given}; give an int32 tensor, 0 and then the end of each document")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise ValueError(f"{name} has shape {list(cu_seqlens.shape)}; give [documents + 1]")
+        raise UserError(f"{name} has shape {list(cu_seqlens.shape)}; give [documents + 1]")
     if cu_seqlens.device != x.device:
-        raise ValueError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
+        raise UserError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
     if integer(max_name, max_seqlen) < (1 if len(x) else 0):
-        raise ValueError(f"{max_name} is {max_seqlen}; give the length of the longest document")
+        raise UserError(f"{max_name} is {max_seqlen}; give the length of the longest document")
 
 
 def check_ends(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, read: bool) -> None:
@@ -181,10 +182,10 @@ def _is_new(cu_seqlens: Tensor, total: int, max_seqlen: int) -> bool:
 
 def _check_ends(name: str, ends: list[int], max_name: str, max_seqlen: int, total: int) -> None:
     if ends[0] != 0 or ends[-1] != total:
-        raise ValueError(f"{name} goes from {ends[0]} to {ends[-1]}; it must go from 0 to the number of rows, {total}")
+        raise UserError(f"{name} goes from {ends[0]} to {ends[-1]}; it must go from 0 to the number of rows, {total}")
     lengths = [b - a for a, b in pairwise(ends)]
     if min(lengths) < 0:
         at = next(i for i, length in enumerate(lengths) if length < 0)
-        raise ValueError(f"{name} decreases from {ends[at]} to {ends[at + 1]} at {at + 1}; give ends in order")
+        raise UserError(f"{name} decreases from {ends[at]} to {ends[at + 1]} at {at + 1}; give ends in order")
     if max(lengths) > max_seqlen:
-        raise ValueError(f"{max_name} is {max_seqlen}, but {name} has a document of {max(lengths)} rows; give that")
+        raise UserError(f"{max_name} is {max_seqlen}, but {name} has a document of {max(lengths)} rows; give that")

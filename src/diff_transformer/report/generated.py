@@ -9,6 +9,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from diff_transformer.errors import UserError
 from diff_transformer.report.render import Chart, is_current, save
 
 
@@ -23,7 +24,7 @@ def filled(page: Path, parts: Mapping[str, str]) -> str:
         pattern = rf"(?<=<!-- {name} -->\n).*?(?=<!-- /{name} -->)"
         text, found = re.subn(pattern, lambda _, part=part: part and f"{part}\n", text, flags=re.DOTALL)
         if found != 1:
-            raise ValueError(f"{page} has {found} pairs of lines <!-- {name} --> and <!-- /{name} -->; give it one")
+            raise UserError(f"{page} has {found} pairs of lines <!-- {name} --> and <!-- /{name} -->; give it one")
     return text
 
 

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from diff_transformer.errors import UserError
 from diff_transformer.lab.claims import judge
 from diff_transformer.lab.quantities import Quantity
 from diff_transformer.lab.record import Record, RecordError, records_of
@@ -19,7 +20,7 @@ BY_DATA = (
 )  # experiments that show each data set separately: results on two sets do not contradict each other
 
 
-class ResultsError(ValueError):
+class ResultsError(UserError):
     """The input cannot be shown as a page; the message says what to give instead."""
 
 

@@ -7,6 +7,7 @@ from string import Template
 
 from diff_transformer.checks import require_extra
 from diff_transformer.durable import replacing, require_writable
+from diff_transformer.errors import UserError
 from diff_transformer.report.claims import bears_on, claim_links, claims_section, other_claims
 from diff_transformer.report.comparison import load_comparison
 from diff_transformer.report.figures import IN_ORDER, build
@@ -45,7 +46,7 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
     require_installed()
     require_writable(path.parent)
     if path.exists() and not overwrite:
-        raise FileExistsError(f"{path} exists; give another path, or --overwrite (overwrite=True) to replace it")
+        raise UserError(f"{path} exists; give another path, or --overwrite (overwrite=True) to replace it")
     page = render().encode("utf-8")
     if len(page) > LIMIT:
         raise ResultsError(

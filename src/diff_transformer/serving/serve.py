@@ -5,6 +5,7 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.loading import model_path
 
 ENGINES = ("auto", "vllm", "transformers")
@@ -24,13 +25,13 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
         RuntimeError: the engine is not installed.
     """
     if engine not in ENGINES:
-        raise ValueError(f"engine is {engine!r}; give {', '.join(ENGINES)}")
+        raise UserError(f"engine is {engine!r}; give {', '.join(ENGINES)}")
     path = model_path(model)
     if engine == "auto":
         engine = "vllm" if find_spec("vllm") else "transformers"
     if find_spec("vllm" if engine == "vllm" else "fastapi") is None:
         extra = "vllm" if engine == "vllm" else "serving"
-        raise RuntimeError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
+        raise UserError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
     options = with_defaults(options)
     announce(path, engine, options)
     if engine == "vllm":  # it takes this process's place, so that signals reach it

@@ -37,6 +37,7 @@ from diff_transformer.durable import (
     swap,
     write_whole,
 )
+from diff_transformer.errors import UserError
 from diff_transformer.train.manifest import HashingFile, damage, read_manifest, write_manifest
 from diff_transformer.train.ranks import of_every_rank, on_first_rank
 from diff_transformer.train.shards import ShardWriter, load_shards, make_stager, write_shards
@@ -48,7 +49,7 @@ STATE = "state.ckpt"
 _DAMAGED = ".damaged"
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError):
     """There are checkpoints, but none can be used."""
 
 

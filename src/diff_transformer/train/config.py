@@ -9,6 +9,7 @@ from typing import Annotated, Any
 
 from diff_transformer.checks import MAX_SEED, read_json
 from diff_transformer.durable import write_whole
+from diff_transformer.errors import UserError
 from diff_transformer.settings import (
     NonNegativeFloat,
     NonNegativeInt,
@@ -78,12 +79,12 @@ class ParallelConfig:
     def validate(self) -> None:
         """Raise ValueError for values that contradict each other. ``launch.check_processes`` checks their number."""
         if self.replicas > 1 and self.strategy in ("single", "ddp"):
-            raise ValueError(
+            raise UserError(
                 f"train.parallel.replicas is {self.replicas}, which needs strategy 'fsdp', not {self.strategy!r}, "
                 f"under which every process has a copy of the model"
             )
         if self.sharded_checkpoints and self.strategy in ("single", "ddp"):
-            raise ValueError(
+            raise UserError(
                 f"train.parallel.sharded_checkpoints needs strategy 'fsdp', not {self.strategy!r}, under which every "
                 f"process has the whole model"
             )
@@ -186,17 +187,17 @@ class RunConfig:
         fit_kinds(self)
         check_rules(self)
         if self.train.batch_size % self.train.accumulate:
-            raise ValueError(
+            raise UserError(
                 f"train.batch_size {self.train.batch_size} is not divisible by train.accumulate {self.train.accumulate}"
             )
         if self.train.micro_batch_size and self.train.accumulate > 1:
-            raise ValueError(
+            raise UserError(
                 f"train.micro_batch_size is {self.train.micro_batch_size} and train.accumulate "
                 f"{self.train.accumulate}, which both say how many passes a step takes; set train.micro_batch_size=0 "
                 f"or train.accumulate=1"
             )
         if self.train.precision in UNTRAINABLE:
-            raise ValueError(
+            raise UserError(
                 f"train.precision is {self.train.precision!r}, which does not train: "
                 f"{UNTRAINABLE[self.train.precision]}; give 'bf16-mixed' or '32-true'"
             )
@@ -205,7 +206,7 @@ class RunConfig:
             self._check_lora()
         pieces = 2 * self.train.parallel.context_parallel
         if pieces > 2 and self.data.length % pieces:
-            raise ValueError(
+            raise UserError(
                 f"data.length is {self.data.length}; train.parallel.context_parallel {pieces // 2} cuts a row into "
                 f"{pieces} equal pieces, so give a multiple of {pieces}"
             )
@@ -214,7 +215,7 @@ class RunConfig:
     def _check_lora(self) -> None:
         parallel = self.train.parallel
         if parallel.strategy == "fsdp" or parallel.tensor_parallel > 1 or parallel.replicas > 1:
-            raise ValueError(
+            raise UserError(
                 "train.weights is 'lora', which trains with one process or strategy 'ddp', not sharded; leave "
                 "sharding out, or give train.weights=attention"
             )

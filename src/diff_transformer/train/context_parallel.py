@@ -22,6 +22,7 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from diff_transformer.data.mixture import IGNORED
+from diff_transformer.errors import UserError
 from diff_transformer.model.cores import AttentionCore, Lambda
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.train.config import ParallelConfig
@@ -109,13 +110,13 @@ def check_context(config: Any, size: int, method: str) -> None:
     """Raise ValueError unless ``size`` processes can share a row of a model with this configuration."""
     asked = f"train.parallel.context_parallel is {size}"
     if method == "gather" and config.attention == "dint":
-        raise ValueError(
+        raise UserError(
             f"{asked}, but attention='dint' takes a running mean over the whole row, which no process has; give "
             f"train.parallel.context_parallel_method='heads', or another attention"
         )
     heads = config.heads
     if method == "heads" and heads.values % size:
-        raise ValueError(
+        raise UserError(
             f"{asked} with context_parallel_method 'heads', which does not divide the {heads.values} value heads of "
             f"this model; give a context_parallel that divides them, or context_parallel_method='gather'"
         )

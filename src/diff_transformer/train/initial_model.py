@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from diff_transformer.checks import first_line, listed
 from diff_transformer.data.tokenizer import special_tokens_of
+from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig, checked_model
 from diff_transformer.train.weights import check_weights
 
@@ -57,7 +58,7 @@ def check_backend_on(config: RunConfig, device: torch.device) -> None:
     dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(config.train.precision, torch.float32)
     usable = available_backends(device, dtype)
     if name not in usable:
-        raise RuntimeError(f"model.backend is {name!r}, which does not run on {device.type}; give {', '.join(usable)}")
+        raise UserError(f"model.backend is {name!r}, which does not run on {device.type}; give {', '.join(usable)}")
 
 
 class InitialValues:
@@ -246,7 +247,7 @@ def load_initial_model(config: RunConfig, tokenizer):
     if not isinstance(saved, DiffTransformerConfig):
         counted = nearest(saved).to_dict()
         if wrong := [name for name, value in config.model.items() if counted[name] != value]:
-            raise ValueError(
+            raise UserError(
                 f"config.model has {', '.join(wrong)}, and the {saved.model_type!r} model in {folder} keeps its own "
                 "configuration; leave them out"
             )
@@ -259,7 +260,7 @@ def load_initial_model(config: RunConfig, tokenizer):
     )
     wrong = misfits(found)
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"config.model (attention={settings.attention!r}) does not fit the weights in {folder}: {wrong}. Leave "
             "out the fields that differ, or make the other model first (diff-transformer convert)"
         )
@@ -276,7 +277,7 @@ def vocabulary_size(config: RunConfig) -> int:
     if "vocab_size" in config.model:
         return config.model["vocab_size"]
     if config.train.initial_model is None:
-        raise ValueError("nothing says what the model is; give train.initial_model, a folder, or model.vocab_size")
+        raise UserError("nothing says what the model is; give train.initial_model, a folder, or model.vocab_size")
     return _settings(model_folder(config)).vocab_size
 
 
@@ -291,7 +292,7 @@ def model_folder(config: RunConfig) -> Path:
     if (inner / "config.json").exists():
         folder = inner
     if not (folder / "config.json").exists():
-        raise FileNotFoundError(
+        raise UserError(
             f"train.initial_model is {folder}, which holds no model (no config.json); give the folder of a saved model "
             "or of a finished run"
         )
@@ -302,7 +303,7 @@ def model_folder(config: RunConfig) -> Path:
 def _check_length(settings, config: RunConfig) -> None:
     positions = getattr(settings, "max_position_embeddings", config.data.length)
     if positions < config.data.length:
-        raise ValueError(
+        raise UserError(
             f"data.length is {config.data.length}, more than model.max_position_embeddings "
             f"{positions}; raise the latter"
         )
@@ -320,7 +321,7 @@ def _settings(folder: Path) -> Any:
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
-        raise ValueError(
+        raise UserError(
             f"train.initial_model is {folder}, whose config.json transformers does not read ({first_line(error)})"
         ) from None
 
@@ -360,7 +361,7 @@ def check_trainable(folder: Path, model: Any) -> None:
     if more and not reason:
         reason = f"its logits are more than a product with the output matrix ({listed(more)})"
     if reason:
-        raise ValueError(f"{folder} is not trained here: {reason}")
+        raise UserError(f"{folder} is not trained here: {reason}")
 
 
 def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
@@ -378,7 +379,7 @@ def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
             "train.parallel.strategy=fsdp": parallel.strategy == "fsdp" or parallel.replicas > 1,
         }
     if wrong := [name for name, is_set in found.items() if is_set]:
-        raise ValueError(
+        raise UserError(
             f"{', '.join(wrong)}: {folder} keeps the class {type(model).__name__}, which does not support it here; "
             "leave it out"
         )
@@ -400,7 +401,7 @@ def _refuse_convertible(folder: Path) -> None:
             llama.to_package(_settings(folder))
         except ValueError:  # with biases, for example: it keeps its class
             return
-    raise ValueError(
+    raise UserError(
         f"train.initial_model is {folder}, a {kind!r} model and not one of this package; convert it with "
         f"`diff-transformer convert {shlex.quote(str(folder))} --out NEW` and set train.initial_model=NEW"
     )
@@ -410,4 +411,4 @@ def _check_tokenizer(folder: Path, tokenizer) -> None:
     from diff_transformer.data.tokenizer import load_tokenizer
 
     if (folder / "tokenizer.json").exists() and load_tokenizer(str(folder)).get_vocab() != tokenizer.get_vocab():
-        raise ValueError(f"the model in {folder} was trained with another tokenizer; set data.tokenizer={folder}")
+        raise UserError(f"the model in {folder} was trained with another tokenizer; set data.tokenizer={folder}")

@@ -4,6 +4,7 @@ import os
 import sys
 from pathlib import Path
 
+from diff_transformer.errors import UserError
 from diff_transformer.train.config import ParallelConfig, RunConfig
 
 SHARDED_PRECISIONS = ("32-true", "bf16-mixed")
@@ -55,7 +56,7 @@ def started_processes(parallel: ParallelConfig) -> tuple[int, int]:
     if not torch.distributed.is_torchelastic_launched():
         wanted = max(1, parallel.devices) * max(1, parallel.num_nodes)
         if wanted > 1:
-            raise ValueError(
+            raise UserError(
                 f"train.parallel asks for {wanted} processes, this is one alone; start them with: "
                 f"torchrun {' '.join(torchrun_options(parallel))} -m diff_transformer train ..."
             )
@@ -64,7 +65,7 @@ def started_processes(parallel: ParallelConfig) -> tuple[int, int]:
     there = {"devices": here, "num_nodes": world // here}
     for name, count in asked.items():
         if count not in (0, there[name]):
-            raise ValueError(
+            raise UserError(
                 f"train.parallel.{name} is {count}, but torchrun started {there[name]}; give {there[name]}, or 0 for "
                 f"whatever it starts"
             )
@@ -82,18 +83,18 @@ def check_processes(config: RunConfig, world: int) -> str:
     parallel = config.train.parallel
     parts = world // (parallel.tensor_parallel * parallel.context_parallel) * config.train.accumulate
     if config.train.batch_size % parts:
-        raise ValueError(
+        raise UserError(
             f"train.batch_size {config.train.batch_size} is not divisible by {parts}: "
             f"{parts // config.train.accumulate} processes with rows of their own, train.accumulate "
             f"{config.train.accumulate}; give a multiple of {parts}"
         )
     if name == "fsdp" and config.train.precision not in SHARDED_PRECISIONS:
-        raise ValueError(
+        raise UserError(
             f"train.precision is {config.train.precision!r}; with parallel.strategy 'fsdp' accepted: "
             f"{', '.join(map(repr, SHARDED_PRECISIONS))}"
         )
     if parallel.sharded_checkpoints and name != "fsdp":
-        raise ValueError(
+        raise UserError(
             f"train.parallel.sharded_checkpoints needs strategy 'fsdp', and {world} processes here take {name!r}, "
             "under which every process has the whole model; set train.parallel.strategy=fsdp"
         )
@@ -104,19 +105,19 @@ def _strategy(parallel: ParallelConfig, world: int) -> str:
     ways = parallel.tensor_parallel
     group = ways * parallel.context_parallel
     if world % group:
-        raise ValueError(
+        raise UserError(
             f"train.parallel.tensor_parallel is {ways} and context_parallel {parallel.context_parallel}: groups "
             f"of {group}, which do not divide the {world} processes; start "
             f"{group * -(-world // group)}, or give other sizes"
         )
     if parallel.strategy == "single" and world > 1:
-        raise ValueError(f"train.parallel.strategy is 'single', but there are {world} processes; give 'ddp' or 'fsdp'")
+        raise UserError(f"train.parallel.strategy is 'single', but there are {world} processes; give 'ddp' or 'fsdp'")
     if parallel.strategy in ("single", "ddp") and ways > 1:
-        raise ValueError(
+        raise UserError(
             f"train.parallel.strategy is {parallel.strategy!r}, which excludes tensor_parallel={ways}; give 'fsdp'"
         )
     if world // ways % parallel.replicas:
-        raise ValueError(
+        raise UserError(
             f"train.parallel.replicas is {parallel.replicas}, which does not divide {world // ways}, the processes "
             f"beside tensor parallel; give a number that does"
         )

@@ -20,6 +20,7 @@ from lightning.fabric import Fabric
 from lightning.fabric.strategies import ModelParallelStrategy
 
 from diff_transformer.durable import remove
+from diff_transformer.errors import UserError
 from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
@@ -329,7 +330,7 @@ def refuse_other_rows(folder: Path, data: TrainingData) -> None:
     """Raise ValueError if a run has trained on other rows than ``data`` has: its text or tokenizer has changed."""
     known = next((line[DIGEST] for line in read_metrics(folder / "metrics.jsonl") if DIGEST in line), None)
     if known is not None and known != data.digest():
-        raise ValueError(
+        raise UserError(
             f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or a package "
             "that makes rows has changed; restore it, or begin a new run in another folder"
         )

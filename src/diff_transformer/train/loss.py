@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.mixture import IGNORED
+from diff_transformer.errors import UserError
 
 
 class Objective(nn.Module):
@@ -175,7 +176,7 @@ class _Chunked(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, upstream: Tensor, _: Any):
         if ctx.gradients is None:
-            raise RuntimeError("the gradients of a chunked cross-entropy can be taken once; compute the loss again")
+            raise UserError("the gradients of a chunked cross-entropy can be taken once; compute the loss again")
         d_hidden, d_head, dtype = ctx.gradients
         ctx.gradients = None
         d_head = None if d_head is None else d_head.mul_(upstream).to(dtype)

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 
 from diff_transformer.durable import DiskError, write_whole
+from diff_transformer.errors import UserError
 
 MANIFEST, FORMAT = "manifest.json", 1
 
@@ -55,11 +56,11 @@ def read_manifest(folder: Path) -> dict:
         said = manifest.pop("sha256")
         files, step = dict(manifest["files"]), int(manifest["step"])
     except FileNotFoundError:
-        raise ValueError(f"{MANIFEST} is missing") from None
+        raise UserError(f"{MANIFEST} is missing") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
+        raise UserError(f"{MANIFEST} is damaged ({type(error).__name__})") from None
     if said != _own_checksum(manifest):
-        raise ValueError(f"{MANIFEST} is damaged (its checksum differs)")
+        raise UserError(f"{MANIFEST} is damaged (its checksum differs)")
     return {**manifest, "files": files, "step": step}
 
 

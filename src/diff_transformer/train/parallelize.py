@@ -23,6 +23,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.launch import check_processes, started_processes
 from diff_transformer.train.loss import Objective
@@ -79,12 +80,12 @@ def check_split(config, ways: int) -> None:
     counts |= {"channels of intermediate_size": config.intermediate_size, "words of vocab_size": config.vocab_size}
     wrong = [f"{count} {name}" for name, count in counts.items() if count % ways]
     if wrong:
-        raise ValueError(
+        raise UserError(
             f"train.parallel.tensor_parallel is {ways}, which does not divide {', '.join(wrong)} of this model; a head "
             f"stays whole, with both its maps; give a tensor_parallel that divides them"
         )
     if getattr(config, "hidden_act", "silu") == "poly_norm":
-        raise ValueError(
+        raise UserError(
             f"hidden_act='poly_norm' takes a norm over the whole feed-forward width, which tensor_parallel={ways} "
             f"splits; give tensor_parallel=1"
         )

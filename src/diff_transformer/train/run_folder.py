@@ -15,6 +15,7 @@ from filelock import FileLock, Timeout
 
 from diff_transformer.checks import differences, listed, read_json
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
+from diff_transformer.errors import UserError
 from diff_transformer.model.card import differential_card, write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
@@ -218,9 +219,9 @@ def _named(name: str, weight: float, of: int) -> str:
 def _refuse_strangers(folder: Path, resume: bool) -> None:
     if (folder / "config.json").exists():
         if not resume:
-            raise FileExistsError(f"{folder} holds a run already; resume it (--resume) or choose another folder")
+            raise UserError(f"{folder} holds a run already; resume it (--resume) or choose another folder")
     elif folder.is_dir() and any(not _is_ours(entry.name) for entry in folder.iterdir()):
-        raise FileExistsError(f"{folder} is not empty and holds no run; choose another folder")
+        raise UserError(f"{folder} is not empty and holds no run; choose another folder")
 
 
 def _is_ours(name: str) -> bool:
@@ -230,12 +231,12 @@ def _is_ours(name: str) -> bool:
 def _refuse_other_run(folder: Path, path: Path, config: RunConfig) -> None:
     values = read_json(path, "restore the run's configuration, or start again in another folder")
     if not isinstance(values, dict):
-        raise ValueError(f"{path} holds a {type(values).__name__}, not the configuration of a run; restore it")
+        raise UserError(f"{path} holds a {type(values).__name__}, not the configuration of a run; restore it")
     try:
         there = RunConfig.from_dict(values).to_dict()
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from None
+        raise UserError(f"{path}: {error}") from None
     different = changes_results(there, config.to_dict())
     if different:
         listed = "\n  ".join(different)
-        raise ValueError(f"{folder} holds a run of another configuration (saved against given):\n  {listed}")
+        raise UserError(f"{folder} holds a run of another configuration (saved against given):\n  {listed}")

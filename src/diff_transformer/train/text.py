@@ -17,6 +17,7 @@ from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
 from diff_transformer.data.prepared_folder import is_prepared, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash
+from diff_transformer.errors import UserError
 from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.ranks import is_first
 
@@ -75,7 +76,7 @@ def load_text(
     if folders:
         return _prepared(data, folders, seed, vocab_size)
     if data.upsample_length:
-        raise ValueError(
+        raise UserError(
             f"data.upsample_length needs a prepared folder, and data.corpus is {data.corpus!r}; make one with "
             f"`diff-transformer prepare {data.corpus} --out FOLDER`"
         )
@@ -106,7 +107,7 @@ def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size
     for name in folders:
         shards, validation = (Shards(name, side, check=is_first()) for side in ("train", "validation"))
         if len(validation) < data.length:
-            raise ValueError(
+            raise UserError(
                 f"the validation side of {name} has {len(validation)} tokens, less than one row of {data.length}; "
                 "prepare with a larger --validation, or set a smaller data.length"
             )
@@ -133,27 +134,27 @@ def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> Pre
     hashes = {name: read_manifest(name)["tokenizer"]["hash"] for name in folders}
     if len(set(hashes.values())) > 1:
         listed = ", ".join(f"{name} ({found})" for name, found in hashes.items())
-        raise ValueError(
+        raise UserError(
             f"the folders were prepared with different tokenizers: {listed}; prepare all with one, say "
             f"`--tokenizer {folders[0]}/tokenizer`"
         )
     ends = {name: read_manifest(name)["tokenizer"]["end_of_text"] for name in folders}
     if len(set(ends.values())) > 1:
         listed = ", ".join(f"{name} ({found})" for name, found in ends.items())
-        raise ValueError(
+        raise UserError(
             f"the folders end their documents with different tokens: {listed}; prepare all with one tokenizer"
         )
     tokenizer = load_prepared_tokenizer(folders[0])
     if data.tokenizer != "bpe":
         asked = tokenizer_hash(load_tokenizer(data.tokenizer))
         if asked != hashes[folders[0]]:
-            raise ValueError(
+            raise UserError(
                 f"data.tokenizer {data.tokenizer!r} has hash {asked}, {folders[0]} was prepared with a tokenizer of "
                 f"hash {hashes[folders[0]]}; leave data.tokenizer at 'bpe' to use the folder's own, or prepare again"
             )
     size = ids_in_rows(tokenizer)
     if size > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"texts of {folders[0]} have ids up to {size - 1}, model.vocab_size is {vocab_size}; set model.vocab_size "
             f"to at least {size}"
         )

@@ -23,6 +23,7 @@ from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_of, train_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.data_config import NO_CORPUS, DataConfig
 from diff_transformer.train.initial_model import vocabulary_size
@@ -91,7 +92,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
     names = source_names(data)
     unknown = sorted(set(names) - set(SOURCES))
     if unknown:
-        raise ValueError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
+        raise UserError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
     vocab_size, rows = vocabulary_size(config), config.train.validation_rows
     sources: dict[str, RowSource] = {}
     if data.corpus != NO_CORPUS:
@@ -99,7 +100,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
         corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source
     else:
         if names != ["recall"] or data.tokenizer == "bpe":
-            raise ValueError(
+            raise UserError(
                 f"data.corpus is {NO_CORPUS!r}, and data.mixture {data.mixture} or data.tokenizer {data.tokenizer!r} "
                 'needs text; give a corpus, or data.mixture={"recall": 1.0} and data.tokenizer=bytes'
             )
@@ -196,7 +197,7 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
     tokenizer = load_tokenizer(data.tokenizer)
     size = ids_in_rows(tokenizer)
     if size > vocab_size:
-        raise ValueError(
+        raise UserError(
             f"texts in the tokenizer {data.tokenizer!r} have ids up to {size - 1}, model.vocab_size is {vocab_size}; "
             f"set model.vocab_size to at least {size}, or give the tokenizer of train.initial_model"
         )

@@ -10,6 +10,7 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from diff_transformer.durable import DiskError
+from diff_transformer.errors import UserError
 from diff_transformer.model.convert import checkpoint as writing
 from diff_transformer.model.convert import convert_folder, layout_of
 from diff_transformer.model.convert.checkpoint import Checkpoint
@@ -58,7 +59,7 @@ def test_without_config_the_names_tell(make, save):
     softmax = {name: x for name, x in tensors.items() if ".core." not in name}
     folder = save("llama", softmax)
     assert layout_of(Checkpoint(folder)) == "llama"
-    refused(folder, "has the tensors of a Llama-family softmax model, but no config.json", FileNotFoundError)
+    refused(folder, "has the tensors of a Llama-family softmax model, but no config.json", UserError)
 
 
 def test_a_wrong_from_is_corrected(llama):
@@ -116,10 +117,10 @@ def test_a_pickle_beside_safetensors_is_never_opened(llama, tmp_path):
 
 
 def test_folders_that_hold_no_model(tmp_path):
-    refused(tmp_path / "nowhere", "is not a folder; give the folder of a saved model", FileNotFoundError)
+    refused(tmp_path / "nowhere", "is not a folder; give the folder of a saved model", UserError)
     empty = tmp_path / "empty"
     empty.mkdir()
-    refused(empty, "holds no .safetensors file", FileNotFoundError)
+    refused(empty, "holds no .safetensors file", UserError)
 
 
 def test_a_file_that_is_cut_short(llama):
@@ -133,7 +134,7 @@ def test_a_shard_that_is_missing(tmp_path):
     LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder, max_shard_size="20KB")
     lost = sorted(folder.glob("*.safetensors"))[1]
     lost.unlink()
-    refused(folder, f"files its index names: {lost.name}", FileNotFoundError)
+    refused(folder, f"files its index names: {lost.name}", UserError)
 
 
 def test_a_tensor_in_two_files(llama):
@@ -177,7 +178,7 @@ def test_an_out_folder_that_is_not_empty_is_left_alone(llama, tmp_path):
     out = tmp_path / "out"
     out.mkdir()
     (out / "mine.txt").write_text("kept")
-    refused(llama, "out is not empty; choose another folder", FileExistsError)
+    refused(llama, "out is not empty; choose another folder", UserError)
     assert [path.name for path in out.iterdir()] == ["mine.txt"]
     (out / "mine.txt").unlink()
     convert_folder(llama, out)
@@ -186,7 +187,7 @@ def test_an_out_folder_that_is_not_empty_is_left_alone(llama, tmp_path):
 
 def test_an_out_that_is_a_file_is_left_alone(llama, tmp_path):
     (tmp_path / "out").write_text("kept")
-    refused(llama, "out is a file; choose a folder", FileExistsError)
+    refused(llama, "out is a file; choose a folder", UserError)
     assert (tmp_path / "out").read_text() == "kept"
 
 
@@ -200,7 +201,7 @@ def test_a_folder_filled_meanwhile_is_left_alone(llama, tmp_path):
         (tmp_path / "out").mkdir(exist_ok=True)
         (tmp_path / "out" / "theirs").write_text("kept")
 
-    with pytest.raises(FileExistsError, match="not empty"):
+    with pytest.raises(UserError, match="not empty"):
         convert_folder(llama, tmp_path / "out", progress=fill)
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["theirs"]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["llama", "out"]

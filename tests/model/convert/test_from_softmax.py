@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.errors import UserError
 from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_llama
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.testing import assert_within_budget
@@ -273,5 +274,5 @@ def test_the_command(source, tmp_path, monkeypatch, capsys):
 
 def test_a_model_of_another_class_is_named():
     model = MistralForCausalLM(MistralConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
-    with pytest.raises(TypeError, match=r"is a MistralForCausalLM; accepted: .* or LlamaForCausalLM"):
+    with pytest.raises(UserError, match=r"is a MistralForCausalLM; accepted: .* or LlamaForCausalLM"):
         softmax_to_diff(model)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops import available_backends, diff_attention
 from diff_transformer.ops.cpu import kernel, library
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
@@ -201,7 +202,7 @@ def test_without_a_library_sdpa_serves(monkeypatch):
         assert "blockwise" not in available_backends("cpu", torch.float32)
         x = make_inputs(T=5, requires_grad=False)
         assert torch.equal(diff_attention(*x), diff_attention(*x, backend="sdpa"))
-        with pytest.raises(RuntimeError, match="available: DIFF_TRANSFORMER_NATIVE=0 turns its kernel off; give"):
+        with pytest.raises(UserError, match="available: DIFF_TRANSFORMER_NATIVE=0 turns its kernel off; give"):
             diff_attention(*x, backend="blockwise")
     finally:
         forget()

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.call import OPERANDS, Call
 from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
@@ -377,7 +378,7 @@ def test_few_queries_over_many_keys_are_decoded(monkeypatch):
 )
 def test_refused_before_launch(sizes, message):
     x = make_inputs(**({"B": 1, "H": 1, "T": 3, "D": 16, "Dv": 16, "device": DEVICE} | sizes))
-    with pytest.raises(RuntimeError, match=f"backend='triton' is not available: {message}"):
+    with pytest.raises(UserError, match=f"backend='triton' is not available: {message}"):
         diff_attention(*x, backend="triton")
 
 

@@ -17,6 +17,7 @@ from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.files import as_rows, read_records, read_text
 from diff_transformer.data.tasks.hub import hub_rows
 from diff_transformer.data.tasks.types import MultipleChoiceItem
+from diff_transformer.errors import UserError
 
 TEXT_SUFFIXES = (".txt", ".txt.bz2", ".txt.gz")
 CHOICES = 4
@@ -44,7 +45,7 @@ def load_continuations(data: str, *, seed: int = 0) -> list[MultipleChoiceItem]:
         items = _items(hub_rows(name, split="validation"), name)
         return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
     if not Path(data).is_file():
-        raise FileNotFoundError(f"no file at {data!r}; give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag")
+        raise UserError(f"no file at {data!r}; give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag")
     path = Path(data)
     if path.name.lower().endswith(TEXT_SUFFIXES):
         return _six_lines(path)
@@ -58,7 +59,7 @@ def _items(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
             context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else row["ctx"]
             items.append(_item(context, row["endings"], int(row["label"])))
         except (KeyError, TypeError, ValueError) as error:
-            raise ValueError(
+            raise UserError(
                 f"row {number} of {source} is not one of HellaSwag, {{ctx, endings, label}} ({error!r})"
             ) from None
     return items
@@ -66,7 +67,7 @@ def _items(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
 
 def _item(context: str, endings: list[str], label: int) -> MultipleChoiceItem:
     if not 0 <= label < len(endings):
-        raise ValueError(f"the answer {label} is not a place among {len(endings)} choices")
+        raise UserError(f"the answer {label} is not a place among {len(endings)} choices")
     return MultipleChoiceItem(_clean(context), tuple(map(_clean, endings)), label)
 
 
@@ -82,7 +83,7 @@ def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[Mu
     found = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
     found = list({ending: (name, context, ending) for name, context, ending in found}.values())
     if len({name for name, _, _ in found}) < CHOICES:
-        raise ValueError(f"{len(documents)} documents hold too few paragraphs for tasks; give a file of HellaSwag")
+        raise UserError(f"{len(documents)} documents hold too few paragraphs for tasks; give a file of HellaSwag")
     items = []
     for index, (name, context, ending) in enumerate(found):
         rng = evaluation_rng(seed, "continuation", index)
@@ -130,11 +131,11 @@ def _six_lines(path: Path) -> list[MultipleChoiceItem]:
     while lines and not lines[-1].strip():
         lines.pop()
     if not lines or len(lines) % 6:
-        raise ValueError(f"{path} has {len(lines)} lines; tasks in text have six lines each")
+        raise UserError(f"{path} has {len(lines)} lines; tasks in text have six lines each")
     items = []
     for start in range(0, len(lines), 6):
         context, answer, *endings = lines[start : start + 6]
         if not answer.strip().isdigit():
-            raise ValueError(f"line {start + 2} of {path} is {answer[:40]!r}; it should be the right ending's number")
+            raise UserError(f"line {start + 2} of {path} is {answer[:40]!r}; it should be the right ending's number")
         items.append(_item(context, endings, int(answer)))
     return items

@@ -7,6 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.errors import UserError
+
 SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz", ".jsonl.bz2", ".json.bz2")
 
 
@@ -19,12 +21,12 @@ def read_text(path: str | os.PathLike) -> str:
     """
     path = Path(path)
     if not path.is_file():
-        raise FileNotFoundError(f"no file at {path}")
+        raise UserError(f"no file at {path}")
     unpack = {".gz": gzip.decompress, ".bz2": bz2.decompress}.get(path.suffix.lower(), bytes)
     try:
         return unpack(path.read_bytes()).decode("utf-8-sig")
     except (OSError, EOFError, ValueError) as error:
-        raise ValueError(f"{path} cannot be read as UTF-8 text ({error})") from None
+        raise UserError(f"{path} cannot be read as UTF-8 text ({error})") from None
 
 
 def read_records(path: str | os.PathLike) -> Any:
@@ -39,14 +41,14 @@ def read_records(path: str | os.PathLike) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
         if ".jsonl" not in Path(path).name.lower() and "\n" not in text.strip():
-            raise ValueError(f"{path} is not JSON: {error}") from None
+            raise UserError(f"{path} is not JSON: {error}") from None
     records = []
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 records.append(json.loads(line))
             except (ValueError, RecursionError) as error:
-                raise ValueError(f"{path}, line {number} is not JSON: {error}") from None
+                raise UserError(f"{path}, line {number} is not JSON: {error}") from None
     return records
 
 
@@ -58,7 +60,7 @@ def as_rows(value: Any, path: object) -> list[dict]:
     """
     rows = [value] if isinstance(value, dict) else value
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
-        raise ValueError(f"{path} holds no rows; give JSON lines, or a JSON list, of objects")
+        raise UserError(f"{path} holds no rows; give JSON lines, or a JSON list, of objects")
     return rows
 
 

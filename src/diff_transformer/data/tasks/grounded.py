@@ -22,6 +22,7 @@ from diff_transformer.data.tasks.files import SUFFIXES, as_rows, read_records, r
 from diff_transformer.data.tasks.hub import hub_rows
 from diff_transformer.data.tasks.python_tasks import lookups, summaries
 from diff_transformer.data.tasks.types import GroundedItem
+from diff_transformer.errors import UserError
 
 HUB = {  # name -> repository, configuration, split, revision
     "xsum": ("EdinburghNLP/xsum", None, "test", None),
@@ -55,12 +56,12 @@ def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> di
     for source in filter(None, (part.strip() for part in data.split(","))):
         for name, items in _source(source, seed):
             if name in sets:
-                raise ValueError(f"two sets are called {name!r} in {data!r}; rename one of the files")
+                raise UserError(f"two sets are called {name!r} in {data!r}; rename one of the files")
             if not items:
-                raise ValueError(f"{source} holds no items; give {ACCEPTED}")
+                raise UserError(f"{source} holds no items; give {ACCEPTED}")
             sets[name] = items if samples is None else _draw(items, samples, seed, name)
     if not sets:
-        raise ValueError(f"data is {data!r}; give {ACCEPTED}")
+        raise UserError(f"data is {data!r}; give {ACCEPTED}")
     return sets
 
 
@@ -82,13 +83,13 @@ def _source(source: str, seed: int) -> Iterator[tuple[str, list[GroundedItem]]]:
     elif Path(source).is_dir():
         files = sorted(p for p in Path(source).iterdir() if p.name.lower().endswith((*SUFFIXES, ".txt")))
         if not files:
-            raise ValueError(f"the folder {source} holds none of {', '.join(SUFFIXES)}, .txt; give {ACCEPTED}")
+            raise UserError(f"the folder {source} holds none of {', '.join(SUFFIXES)}, .txt; give {ACCEPTED}")
         for path in files:
             yield stem(path), _file(path)
     elif Path(source).exists():
         yield stem(source), _file(Path(source))
     else:
-        raise FileNotFoundError(f"data {source!r} does not exist; give {ACCEPTED}")
+        raise UserError(f"data {source!r} does not exist; give {ACCEPTED}")
 
 
 def _file(path: Path) -> list[GroundedItem]:
@@ -107,7 +108,7 @@ def _items(rows: Iterable[dict], source: object) -> list[GroundedItem]:
             items += _row(row, str(row.get("id", row.get("_id", number))))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             reason = str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"
-            raise ValueError(
+            raise UserError(
                 f"row {number} of {source} cannot be read ({reason}); accepted rows are {_FORMATS}"
             ) from None
     return items
@@ -127,7 +128,7 @@ def _row(row: dict, name: str) -> list[GroundedItem]:
             return [GroundedItem("summary", _joined(row[document]), references=(row[summary].strip(),), id=name)]
     document = row.get("document", row.get("context"))
     if document is None or "question" not in row:
-        raise ValueError(f"it has the fields {', '.join(sorted(row)) or 'none'}")
+        raise UserError(f"it has the fields {', '.join(sorted(row)) or 'none'}")
     return [GroundedItem("question", _passages(document), row["question"].strip(), _answers(row), id=name)]
 
 
@@ -140,7 +141,7 @@ def _answers(row: dict) -> tuple[str, ...]:
     answers = row.get("answers", row.get("answer"))
     answers = [answers] if isinstance(answers, str) else answers
     if not answers or not all(isinstance(answer, str) and answer.strip() for answer in answers):
-        raise ValueError("it has no answers as text")
+        raise UserError("it has no answers as text")
     return tuple(dict.fromkeys(answer.strip() for answer in answers))
 
 
@@ -197,7 +198,7 @@ def _prompts(text: str, path: Path) -> Iterator[GroundedItem]:
     for number, block in enumerate(blocks):
         found = re.search(r"(?ms)^Q: (?P<question>.+?)\n+A: (?P<answer>.+)", block)
         if found is None:
-            raise ValueError(f"prompt {number} of {path} has no lines 'Q: ...' and 'A: ...'; give {ACCEPTED}")
+            raise UserError(f"prompt {number} of {path} has no lines 'Q: ...' and 'A: ...'; give {ACCEPTED}")
         document = re.sub(r"(?m)^Wikipedia Title: ", "", block[: found.start()]).strip()
         answer = found["answer"].strip().rsplit("the answer is:", 1)[-1].strip().removesuffix(".")
         yield GroundedItem("question", document, found["question"].strip(), (answer,), id=str(number))

@@ -2,6 +2,8 @@
 
 from typing import Any, cast
 
+from diff_transformer.errors import UserError
+
 SPLITS = ("test", "validation", "dev", "train")
 
 
@@ -16,13 +18,13 @@ def hub_rows(
     try:
         import datasets
     except ImportError:
-        raise ValueError(
+        raise UserError(
             f"reading {repository} from the hub needs `pip install datasets`; or give the set as a local file"
         ) from None
     try:
         found = cast(Any, datasets.load_dataset(repository, configuration, split=split, revision=revision))
     except Exception as error:  # the type depends on the library's version and on where it fails
-        raise ValueError(
+        raise UserError(
             f"{repository} is not in the cache of `datasets` and cannot be downloaded "
             f"({type(error).__name__}: {(str(error) or 'no reason given').splitlines()[0]}); connect this machine, or "
             "give the set as a local file, or data=python"

@@ -11,6 +11,7 @@ from diff_transformer.data.tasks.files import as_rows, read_records, read_text
 from diff_transformer.data.tasks.python_tasks import python_labels
 from diff_transformer.data.tasks.trec import read_label_file, trec_words
 from diff_transformer.data.tasks.types import Labelled, LabelledSet, check_distinct, hold_out, in_words, make_example
+from diff_transformer.errors import UserError
 
 ACCEPTED = (
     '"python"; "hub:trec", "hub:trec-fine", "hub:banking77", "hub:clinic150"; a file (.label, .csv or .jsonl); '
@@ -42,11 +43,11 @@ def load_labelled(source: str | os.PathLike = "python", *, fine: bool = False) -
         return python_labels()
     path = Path(name).expanduser()
     if not path.exists():
-        raise FileNotFoundError(f"no labelled set at {name}; give {ACCEPTED}")
+        raise UserError(f"no labelled set at {name}; give {ACCEPTED}")
     train, test = _sides(path) if path.is_dir() else (path, None)
     kind = train.suffix.lower()
     if kind not in _SUFFIXES:
-        raise ValueError(f"{train} has suffix {kind!r}, which is not read; give {ACCEPTED}")
+        raise UserError(f"{train} has suffix {kind!r}, which is not read; give {ACCEPTED}")
     _refuse_fine(fine and kind != ".label", name)
     return _from_files(path, train, test, kind, fine)
 
@@ -73,14 +74,12 @@ def _sides(folder: Path) -> tuple[Path, Path]:
         if len(train) == 1 and len(tests) == 1:
             return train[0], tests[0]
     found = ", ".join(file.name for file in files[:8]) or "nothing"
-    raise ValueError(
-        f"{folder} holds {found}; give a folder with one training and one test file, or one of: {ACCEPTED}"
-    )
+    raise UserError(f"{folder} holds {found}; give a folder with one training and one test file, or one of: {ACCEPTED}")
 
 
 def _refuse_fine(refused: bool, name: str) -> None:
     if refused:
-        raise ValueError(f"fine classes were asked for, which {name} does not have; only TREC has coarse and fine ones")
+        raise UserError(f"fine classes were asked for, which {name} does not have; only TREC has coarse and fine ones")
 
 
 TEXT_COLUMNS = ("text", "query", "question", "sentence", "utterance")
@@ -97,7 +96,7 @@ def read_csv(path: Path) -> list[Labelled]:
     try:
         rows = list(csv.DictReader(io.StringIO(read_text(path), newline=None)))
     except csv.Error as error:
-        raise ValueError(f"{path} cannot be read as CSV ({error})") from None
+        raise UserError(f"{path} cannot be read as CSV ({error})") from None
     return from_rows(rows, path)
 
 
@@ -116,13 +115,13 @@ def from_rows(rows: Sequence[Mapping], where: object) -> list[Labelled]:
     text = next((name for name in TEXT_COLUMNS if name in columns), None)
     label = next((name for name in LABEL_COLUMNS if name in columns), None)
     if text is None or label is None:
-        raise ValueError(
+        raise UserError(
             f"{where} has the columns {', '.join(map(str, columns)) or 'none'}; it needs a text "
             f"({', '.join(TEXT_COLUMNS)}) and a label ({', '.join(LABEL_COLUMNS)})"
         )
     incomplete = next((i for i, row in enumerate(rows, start=1) if row.get(text) is None or row.get(label) is None), 0)
     if incomplete:
-        raise ValueError(f"{where}: row {incomplete} has no {text} or no {label}")
+        raise UserError(f"{where}: row {incomplete} has no {text} or no {label}")
     return from_pairs(((str(row[text]), str(row[label])) for row in rows), where)
 
 
@@ -155,7 +154,7 @@ def load_hub_labelled(name: str) -> LabelledSet:
     splits = _download(repository, config)
     asked = next((split for split in ("test", "validation") if split in splits), None)
     if "train" not in splits or asked is None:
-        raise ValueError(f"{repository} has the sides {', '.join(splits)}; it needs train, and test or validation")
+        raise UserError(f"{repository} has the sides {', '.join(splits)}; it needs train, and test or validation")
     train, test = (_examples(splits[split], column, repository) for split in ("train", asked))
     names = ("Question", "Type") if repository == "CogComp/trec" else ("Query", "Intent")
     return LabelledSet(f"hub:{name}", tuple(train), tuple(test), *(names if name in SETS else ("Text", "Label")))
@@ -164,7 +163,7 @@ def load_hub_labelled(name: str) -> LabelledSet:
 def _split(name: str) -> tuple[str, str | None]:
     repository, _, config = name.partition(":")
     if "/" not in repository:
-        raise ValueError(f"no labelled set hub:{name}; there are: {', '.join(SETS)}, or OWNER/NAME[:CONFIG]")
+        raise UserError(f"no labelled set hub:{name}; there are: {', '.join(SETS)}, or OWNER/NAME[:CONFIG]")
     return repository, config or None
 
 
@@ -172,7 +171,7 @@ def _download(repository: str, config: str | None) -> Any:
     try:
         from datasets import load_dataset
     except ImportError:
-        raise ValueError("a set from the hub needs the package datasets: pip install datasets") from None
+        raise UserError("a set from the hub needs the package datasets: pip install datasets") from None
     try:
         try:
             return load_dataset(repository, config)
@@ -182,7 +181,7 @@ def _download(repository: str, config: str | None) -> Any:
             return load_dataset(repository, config, revision=_CONVERTED)
     except (OSError, ValueError, RuntimeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise ValueError(
+        raise UserError(
             f"{repository} cannot be downloaded from the hub ({reason}); connect to the network once, after which it "
             "is cached, or give the path of the files, or data=python"
         ) from error
@@ -193,7 +192,7 @@ def _examples(rows: Any, column: str | None, where: str) -> list[Labelled]:
     text = next((name for name in TEXT_COLUMNS if name in columns), None)
     label = column if column in columns else next((name for name in LABEL_COLUMNS if name in columns), None)
     if text is None or label is None:
-        raise ValueError(f"{where} has the columns {', '.join(columns)}; it needs a text and a label")
+        raise UserError(f"{where} has the columns {', '.join(columns)}; it needs a text and a label")
     names = getattr(rows.features[label], "names", None)
     labels = [names[value] if names and isinstance(value, int) else str(value) for value in rows[label]]
     if label in ("coarse_label", "fine_label"):

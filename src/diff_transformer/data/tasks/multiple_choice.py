@@ -15,6 +15,7 @@ from typing import Any
 from diff_transformer.data.tasks.files import SUFFIXES, as_rows, read_records, stem
 from diff_transformer.data.tasks.python_tasks import descriptions, names
 from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet, PublishedSet
+from diff_transformer.errors import UserError
 
 ACCEPTED = f"'python', or a file ({', '.join(SUFFIXES)}) or a folder of them"
 _PART = re.compile(r"(?i)(?:^|[-_. ])(train|dev|val|valid|validation|test)$")
@@ -44,7 +45,7 @@ def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoic
     if path.is_file():
         return {stem(path): _task(stem(path), {"": path})}
     if not path.is_dir():
-        raise FileNotFoundError(f"data {data!r} does not exist; give {ACCEPTED}")
+        raise UserError(f"data {data!r} does not exist; give {ACCEPTED}")
     parts: dict[str, dict[str, Path]] = {}
     for file in sorted(path.iterdir()):
         if file.name.lower().endswith(SUFFIXES):
@@ -52,10 +53,10 @@ def load_multiple_choice(data: str, *, seed: int = 0) -> dict[str, MultipleChoic
             task = parts.setdefault(_PART.sub("", stem(file)) or path.resolve().name, {})
             of = part[1].lower() if part else ""
             if of in task:
-                raise ValueError(f"{task[of]} and {file.name} are the same part of one task; rename or remove one")
+                raise UserError(f"{task[of]} and {file.name} are the same part of one task; rename or remove one")
             task[of] = file
     if not parts:
-        raise ValueError(f"the folder {data} holds no file that is read; give {ACCEPTED}")
+        raise UserError(f"the folder {data} holds no file that is read; give {ACCEPTED}")
     return {name: _task(name, files) for name, files in parts.items()}
 
 
@@ -91,7 +92,7 @@ def _each(read, rows: list[dict], file: Path) -> list:
         try:
             items.append(read(row))
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ValueError(
+            raise UserError(
                 f"row {number} of {file} cannot be read ({type(error).__name__}: {error}); accepted rows are "
                 "{question, choices, answer}, and those of ARC, BoolQ, HellaSwag, OpenBookQA, PIQA and WinoGrande with "
                 "the columns that the sets have on the hub"
@@ -110,7 +111,7 @@ def _columns(row: dict) -> dict:
         return {**row, "label": _place(int(row["label"]), [row["sol1"], row["sol2"]])}
     if "option1" in row:
         if not row["sentence"].partition("_")[2].strip():
-            raise ValueError(f"the sentence {row['sentence']!r} has no _ with text after it")
+            raise UserError(f"the sentence {row['sentence']!r} has no _ with text after it")
         return row
     question: Any = row.get("question_stem", row.get("question"))
     choices: Any = row.get("choices")
@@ -119,14 +120,14 @@ def _columns(row: dict) -> dict:
     if isinstance(choices, list):
         choices = {key: [choice[key] for choice in choices] for key in ("text", "label")}
     if row["answerKey"] not in choices["label"]:
-        raise ValueError(f"the answer {row['answerKey']!r} is none of {', '.join(choices['label'])}")
+        raise UserError(f"the answer {row['answerKey']!r} is none of {', '.join(choices['label'])}")
     return {"question": question, "question_stem": question, "choices": choices, "answerKey": row["answerKey"]}
 
 
 def _simple(row: dict) -> MultipleChoiceItem:
     question, choices = row["question"], row["choices"]
     if not isinstance(question, str) or not question.strip() or not all(isinstance(c, str) and c for c in choices):
-        raise ValueError("the question and the choices must be texts that are not empty")
+        raise UserError("the question and the choices must be texts that are not empty")
     return MultipleChoiceItem(question.strip(), tuple(choices), _place(row["answer"], choices))
 
 
@@ -138,8 +139,8 @@ def _place(answer: int | str, choices: list[str]) -> int:
         if answer.strip().upper() in letters:
             return letters.index(answer.strip().upper())
         if not answer.strip().isdigit():
-            raise ValueError(f"the answer {answer!r} is none of the {len(choices)} choices, nor their place or letter")
+            raise UserError(f"the answer {answer!r} is none of the {len(choices)} choices, nor their place or letter")
         answer = int(answer)
     if isinstance(answer, bool) or not 0 <= answer < len(choices):
-        raise ValueError(f"the answer {answer!r} is not a place among {len(choices)} choices")
+        raise UserError(f"the answer {answer!r} is not a place among {len(choices)} choices")
     return answer

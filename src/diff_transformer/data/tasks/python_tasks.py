@@ -25,6 +25,7 @@ from typing import NamedTuple
 from diff_transformer.data.python_library import SKIPPED_FOLDERS
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.types import GroundedItem, Labelled, LabelledSet, MultipleChoiceItem, hold_out
+from diff_transformer.errors import UserError
 
 SUMMARY_CHARACTERS = (20, 140)
 BODY_CHARACTERS = 200
@@ -103,7 +104,7 @@ def documented() -> tuple[Documented, ...]:
                 entries[entry.name] = entry
                 seen.add(entry.summary)
     if len(entries) < 2 * CHOICES:
-        raise ValueError(
+        raise UserError(
             f"the held-out modules of this Python hold {len(entries)} documented names, too few for questions; "
             "give data= a file instead"
         )
@@ -171,7 +172,7 @@ def python_labels() -> LabelledSet:
             by_module[next(iter(where))].append(sentence)
     largest = sorted(by_module, key=lambda module: (-len(by_module[module]), module))[:CLASSES]
     if len(largest) < CLASSES:
-        raise ValueError(f"no documented sources under {root} (a stripped Python?); give data= a file instead")
+        raise UserError(f"no documented sources under {root} (a stripped Python?); give data= a file instead")
     examples = [Labelled(s, module) for module in largest for s in by_module[module][:SENTENCES_PER_CLASS]]
     train, test = hold_out(examples)
     return LabelledSet("python", train, test, "Text", "Module")

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from diff_transformer.data.tasks.types import Labelled, make_example
+from diff_transformer.errors import UserError
 
 COARSE = {
     "ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human", "LOC": "location", "NUM": "number",
@@ -34,7 +35,7 @@ def trec_words(code: str, *, fine: bool) -> str:
     """
     words = FINE.get(code) if fine else COARSE.get(code.partition(":")[0])
     if words is None:
-        raise ValueError(f"{code!r} is not a {'fine' if fine else 'coarse'} class of TREC")
+        raise UserError(f"{code!r} is not a {'fine' if fine else 'coarse'} class of TREC")
     return words
 
 
@@ -51,8 +52,8 @@ def read_label_file(path: Path, *, fine: bool) -> list[Labelled]:
         code, _, text = line.strip().partition(" ")
         try:
             if not text.strip():
-                raise ValueError("no question after the class")
+                raise UserError("no question after the class")
             examples.append(make_example(text, trec_words(code, fine=fine)))
         except ValueError as error:
-            raise ValueError(f"{path}, line {number}: {error}; TREC lines read 'LOC:city What is ... ?'") from None
+            raise UserError(f"{path}, line {number}: {error}; TREC lines read 'LOC:city What is ... ?'") from None
     return examples

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from diff_transformer.data.documents import hash_of_name
+from diff_transformer.errors import UserError
 
 TEST_SHARE = 0.2
 
@@ -70,13 +71,13 @@ class LabelledSet:
 
     def __post_init__(self):
         if not self.train or not self.test or len(self.labels) < 2:
-            raise ValueError(
+            raise UserError(
                 f"{self.name} has {len(self.train)} training and {len(self.test)} test texts of {len(self.labels)} "
                 "labels; give at least one of each, and two labels"
             )
         unknown = sorted({example.label for example in self.test} - set(self.labels))
         if unknown:
-            raise ValueError(f"{self.name}: the test labels {', '.join(unknown[:5])} are not among the training labels")
+            raise UserError(f"{self.name}: the test labels {', '.join(unknown[:5])} are not among the training labels")
 
     @property
     def labels(self) -> tuple[str, ...]:
@@ -103,7 +104,7 @@ def check_distinct(words: dict[str, str], where: object) -> None:
     by_words: dict[str, str] = {}
     for label, said in words.items():
         if not said or by_words.setdefault(said, label) != label:
-            raise ValueError(f"{where}: the labels {by_words.get(said, '')!r} and {label!r} read the same, {said!r}")
+            raise UserError(f"{where}: the labels {by_words.get(said, '')!r} and {label!r} read the same, {said!r}")
 
 
 def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[Labelled, ...]]:

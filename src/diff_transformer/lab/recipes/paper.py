@@ -15,6 +15,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
 from diff_transformer.train.config import EvaluationConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
 from diff_transformer.train.data_config import DataConfig
@@ -65,9 +66,9 @@ def scaling(size: str, learning_rate: str = "arxiv") -> RunConfig:
         ValueError: for another size or source.
     """
     if size not in SCALING:
-        raise ValueError(f"no size {size!r}; there are: {', '.join(SCALING)}")
+        raise UserError(f"no size {size!r}; there are: {', '.join(SCALING)}")
     if learning_rate not in ("arxiv", "iclr"):
-        raise ValueError(f"learning_rate is {learning_rate!r}; accepted: 'arxiv', 'iclr'")
+        raise UserError(f"learning_rate is {learning_rate!r}; accepted: 'arxiv', 'iclr'")
     name, arxiv, iclr = SCALING[size]
     return RunConfig(
         name=f"scaling_{size}" + ("_iclr" if learning_rate == "iclr" else ""),
@@ -128,7 +129,7 @@ def ablation_1p4b(row: str = "diff") -> RunConfig:
     base.name = "ablation_1p4b"
     rows = ablation_rows(base)
     if row not in rows:
-        raise ValueError(f"no row {row!r}; there are: {', '.join(rows)}")
+        raise UserError(f"no row {row!r}; there are: {', '.join(rows)}")
     return rows[row]
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from diff_transformer.checks import listed
 from diff_transformer.durable import flush_tree, require_room, require_writable
+from diff_transformer.errors import UserError
 from diff_transformer.model.convert.plan import Shapes, TensorSource
 from diff_transformer.model.saved import require_no_gguf, unreadable, weight_files
 
@@ -43,7 +44,7 @@ class Checkpoint:
     def __init__(self, folder: Path):
         if not folder.is_dir():
             require_no_gguf(folder)
-            raise FileNotFoundError(f"{folder} is not a folder; give the folder of a saved model")
+            raise UserError(f"{folder} is not a folder; give the folder of a saved model")
         self.folder = folder
         self._file_of: dict[str, Path] = {}
         self._shapes: Shapes = {}
@@ -61,7 +62,7 @@ class Checkpoint:
         self._open[path] = handle
         for name in handle.keys():  # noqa: SIM118  (a handle is no mapping)
             if name in self._file_of:
-                raise ValueError(f"{name} is in {self._file_of[name].name} and in {path.name}; keep one of them")
+                raise UserError(f"{name} is in {self._file_of[name].name} and in {path.name}; keep one of them")
             view = handle.get_slice(name)
             self._file_of[name] = path
             self._shapes[name] = tuple(view.get_shape())
@@ -70,7 +71,7 @@ class Checkpoint:
     def _check_dtypes(self):
         others = [f"{name} ({dtype})" for name, dtype in self._dtypes.items() if dtype not in _DTYPES]
         if others:
-            raise ValueError(
+            raise UserError(
                 f"{self.folder} holds {len(others)} tensors that are not fp64, fp32, fp16 or bf16: {listed(others)}; "
                 "a quantised checkpoint cannot be converted, take the one it was made of"
             )
@@ -94,9 +95,9 @@ def require_free(out: Path) -> None:
     """
     require_writable(out.parent)
     if out.is_file():
-        raise FileExistsError(f"{out} is a file; choose a folder")
+        raise UserError(f"{out} is a file; choose a folder")
     if out.exists() and any(out.iterdir()):
-        raise FileExistsError(f"{out} is not empty; choose another folder")
+        raise UserError(f"{out} is not empty; choose another folder")
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.package import SHARED_FIELDS, package_names, refuse, save_config, shapes_of
@@ -74,7 +75,7 @@ def to_package(config: DiffLlamaConfig) -> Conversion:
         ValueError: for biases, or an activation other than SiLU.
     """
     if config.attention_bias or config.hidden_act != "silu":
-        raise ValueError(
+        raise UserError(
             f"attention_bias={config.attention_bias}, hidden_act={config.hidden_act!r}: the DIFF Transformer has no "
             "biases and SwiGLU with silu; convert a DiffLlama model without them"
         )

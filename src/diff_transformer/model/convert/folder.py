@@ -13,6 +13,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from diff_transformer.checks import first_line, listed
 from diff_transformer.durable import require_room
+from diff_transformer.errors import UserError
 from diff_transformer.model.card import source_facts, write_card
 from diff_transformer.model.convert.checkpoint import (
     SHARD_BYTES,
@@ -77,18 +78,18 @@ def convert_folder(
     found = layout_of(checkpoint)
     origin = origin or found
     if origin != found:
-        raise ValueError(
+        raise UserError(
             f"{source} is {LAYOUTS[found].title}, not {LAYOUTS[origin].title}; give --from {found}, or leave it out"
         )
     other = direct(origin, target)
     if other is None and target not in LAYOUTS:
         starts = " or ".join(start for start, to in DIRECT if to == target)
-        raise ValueError(f"cannot convert from {origin!r} to {target!r}; --to {target} is for {starts}")
+        raise UserError(f"cannot convert from {origin!r} to {target!r}; --to {target} is for {starts}")
     parameters = {} if other is None else signature(other).parameters
     known = {name for name, parameter in parameters.items() if parameter.kind is Parameter.KEYWORD_ONLY}
     _check_options(options, known, repr(origin), target)
     if origin == target:
-        raise ValueError(f"{source} is in the layout {target!r} already; give another --to: {_others(origin)}")
+        raise UserError(f"{source} is in the layout {target!r} already; give another --to: {_others(origin)}")
     notes = [f"{source}: {LAYOUTS[origin].title}"]
     made = None if other is None else partial(other, **options)
     converted, config = _convert(checkpoint, origin, target, cast, notes, made)
@@ -172,14 +173,14 @@ def on_meta(checkpoint: Checkpoint) -> Any:
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
     except Exception as error:  # of any kind, from settings that describe no model
-        raise ValueError(
+        raise UserError(
             f"{checkpoint.folder}: transformers builds no causal language model of it ({first_line(error)})"
         ) from None
     embedding = model.get_input_embeddings().weight
     name = next(name for name, x in model.named_parameters() if x is embedding)
     found = [shape for other, shape in checkpoint.shapes().items() if name.endswith(other) or other.endswith(name)]
     if tuple(embedding.shape) not in found:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint.folder} holds no {name} of shape {tuple(embedding.shape)}, as its config.json says"
         )
     return model
@@ -225,7 +226,7 @@ def convertible(source: Path) -> Convertible:
         try:
             made = direct(origin, target)
             if made is None and target not in LAYOUTS:
-                raise ValueError("it is for softmax models")
+                raise UserError("it is for softmax models")
             (made or LAYOUTS[target].load().from_package)(config)
             reasons[target] = ""
         except ValueError as error:
@@ -242,7 +243,7 @@ def _convert(
     made: Callable[..., Conversion] | None,
 ) -> tuple[TensorSource, object]:
     if not (checkpoint.folder / "config.json").exists():
-        raise FileNotFoundError(
+        raise UserError(
             f"{checkpoint.folder} has the tensors of {LAYOUTS[origin].title}, but no config.json; put it there"
         )
     layout = LAYOUTS[origin].load()
@@ -250,7 +251,7 @@ def _convert(
         config = layout.read_config(checkpoint)
         expected = layout.tensors(config)
     except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
-        raise ValueError(
+        raise UserError(
             f"{checkpoint.folder / 'config.json'} does not describe {LAYOUTS[origin].title}: "
             f"{type(error).__name__}: {error}"
         ) from error
@@ -276,7 +277,7 @@ def _check(checkpoint: Checkpoint, expected: dict, origin: str):
     head, embedding = "lm_head.weight", "model.embed_tokens.weight"
     if head in found and head not in expected and embedding in found:
         if not torch.equal(checkpoint.tensor(head), checkpoint.tensor(embedding)):
-            raise ValueError(
+            raise UserError(
                 f"{checkpoint.folder}: tie_word_embeddings is true, but {head} is not {embedding}; set it to false in "
                 "config.json if the head is one of its own"
             )
@@ -286,14 +287,14 @@ def _check(checkpoint: Checkpoint, expected: dict, origin: str):
     except ValueError as error:
         like = by_names(found)
         hint = f"\n  by their names they are {LAYOUTS[like].title}" if like not in (None, origin) else ""
-        raise ValueError(f"{checkpoint.folder}: {error}{hint}") from None
+        raise UserError(f"{checkpoint.folder}: {error}{hint}") from None
 
 
 def _check_names(origin: str | None, target: str):
     if (origin is None or origin in LAYOUTS) and target in targets():
         return
     origins = " or ".join(LAYOUTS)
-    raise ValueError(
+    raise UserError(
         f"cannot convert {f'from {origin!r} ' if origin else ''}to {target!r}; accepted: from {origins}; to "
         f"{' or '.join(targets())}"
     )
@@ -303,7 +304,7 @@ def _check_options(options: dict, known: set[str], origin: str, target: str):
     unknown = sorted(set(options) - known)
     if unknown:
         accepted = ", ".join(sorted(known)) or "none"
-        raise ValueError(
+        raise UserError(
             f"{', '.join(unknown)}: not for a conversion from {origin} to {target!r}; leave it out "
             f"(options: {accepted})"
         )
@@ -312,7 +313,7 @@ def _check_options(options: dict, known: set[str], origin: str, target: str):
 def _dtype(name: str | torch.dtype | None) -> torch.dtype | None:
     if isinstance(name, str):
         if name not in DTYPES:
-            raise ValueError(f"dtype is {name!r}; accepted: {', '.join(DTYPES)}")
+            raise UserError(f"dtype is {name!r}; accepted: {', '.join(DTYPES)}")
         return DTYPES[name]
     return name
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.llama import from_llama
 from diff_transformer.model.convert.package import PACKAGE_NAMES, package_names
@@ -50,13 +51,13 @@ def softmax_to_diff(
         ValueError: for a model with differential attention, head norms or biases, or an unknown option.
     """
     if not isinstance(model, DiffTransformerForCausalLM | LlamaForCausalLM):
-        raise TypeError(
+        raise UserError(
             f"the model is a {type(model).__name__}; accepted: DiffTransformerForCausalLM with attention='softmax', "
             "or LlamaForCausalLM. `diff-transformer convert` takes folders of other models"
         )
     ways = {"diff": to_diff, "diff_v2": to_diff_v2}
     if attention not in ways:
-        raise ValueError(f"attention is {attention!r}; accepted: {', '.join(map(repr, ways))}")
+        raise UserError(f"attention is {attention!r}; accepted: {', '.join(map(repr, ways))}")
     softmax: Any = from_llama(model) if isinstance(model, LlamaForCausalLM) else model
     return convert_model(ways[attention](softmax.config, **options), DiffTransformerForCausalLM, softmax)
 
@@ -141,9 +142,9 @@ def has_experts(config: Any) -> bool:
 
 def _check(config: DiffTransformerConfig):
     if config.attention != "softmax":
-        raise ValueError(f"the model has attention={config.attention!r} already; give a softmax Transformer")
+        raise UserError(f"the model has attention={config.attention!r} already; give a softmax Transformer")
     if config.softmax_head_norm:
-        raise ValueError("softmax_head_norm is True; the converted heads have no norm, so that the logits would differ")
+        raise UserError("softmax_head_norm is True; the converted heads have no norm, so that the logits would differ")
 
 
 def _growth(source: DiffTransformerConfig, target: DiffTransformerConfig) -> str:

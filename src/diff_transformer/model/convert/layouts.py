@@ -10,6 +10,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import NamedTuple
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.saved import read_settings
 
@@ -85,7 +86,7 @@ def layout_of(checkpoint: Checkpoint) -> str:
     settings = read_settings(checkpoint.folder) or {}
     model_type = settings.get("model_type")
     if settings.get("differential") is not None:
-        raise ValueError(f"{checkpoint.folder} is a {model_type!r} model made differential in place, where it stays")
+        raise UserError(f"{checkpoint.folder} is a {model_type!r} model made differential in place, where it stays")
     for name, layout in LAYOUTS.items():
         if model_type is not None and str(model_type).lower() in layout.model_types:
             return name
@@ -99,4 +100,4 @@ def layout_of(checkpoint: Checkpoint) -> str:
     else:
         some = ", ".join(sorted(checkpoint.shapes())[:4])
         what = f"of no known layout; it has tensors such as {some}"
-    raise ValueError(f"{checkpoint.folder} is {what}; accepted: {known}")
+    raise UserError(f"{checkpoint.folder} is {what}; accepted: {known}")

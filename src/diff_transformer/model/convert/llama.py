@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, LlamaConfig, LlamaForCausalLM, MistralConfig
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.package import SHARED_FIELDS, package_names, refuse, save_config, shapes_of
@@ -60,7 +61,7 @@ def to_package(config: LlamaConfig | MistralConfig) -> Conversion:
     biases = {name: getattr(config, name, False) for name in ("attention_bias", "mlp_bias")}
     if any(biases.values()) or config.hidden_act != "silu":
         told = ", ".join(f"{name}={value}" for name, value in biases.items())
-        raise ValueError(
+        raise UserError(
             f"{told}, hidden_act={config.hidden_act!r}: the matched Transformer has no biases and SwiGLU with silu; "
             "convert a Llama model without them"
         )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.package import PACKAGE_NAMES, package_names, refuse
@@ -68,15 +69,15 @@ def parse(told: dict, file: str) -> dict:
     told = {**({} if theta is None else {"rope_theta": theta}), **({"rope_scaling": rope} if rope else {}), **told}
     missing = [name for name in _REQUIRED if told.get(name) is None]
     if missing:
-        raise ValueError(f"{file} does not say {', '.join(missing)}")
+        raise UserError(f"{file} does not say {', '.join(missing)}")
     unheld = [f"{name}={told[name]} ({part})" for name, part in _UNHELD.items() if told.get(name)]
     if unheld:
-        raise ValueError(
+        raise UserError(
             f"this Motif model has parts that this package's model does not have: {', '.join(unheld)}; Motif-2.6B and "
             "Motif-2-12.7B can be converted"
         )
     if told.get("k_ratio", 1) != 1:
-        raise ValueError(f"k_ratio is {told['k_ratio']}; grouped differential attention here has one noise key a pair")
+        raise UserError(f"k_ratio is {told['k_ratio']}; grouped differential attention here has one noise key a pair")
     return {**_DEFAULTS, **told}
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedModel
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.checkpoint import Checkpoint
 from diff_transformer.model.convert.plan import HUGGING_FACE, LAMBDAS, Names, Shapes, without
@@ -79,4 +80,4 @@ def refuse(config: DiffTransformerConfig, target: str, **held: tuple) -> None:
         if getattr(config, name) not in accepted
     ]
     if wrong:
-        raise ValueError(f"{target} cannot hold this model: {'; '.join(wrong)}")
+        raise UserError(f"{target} cannot hold this model: {'; '.join(wrong)}")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.checks import listed
+from diff_transformer.errors import UserError
 from diff_transformer.model.card import source_facts
 
 Shapes = dict[str, tuple[int, ...]]
@@ -102,7 +103,7 @@ class Planned:
         made = self._plan[name]
         tensor = made.make(*(self._source.tensor(source) for source in made.sources))
         if tuple(tensor.shape) != self._shapes[name]:
-            raise ValueError(
+            raise UserError(
                 f"{name}, made of {', '.join(made.sources)}, has shape {tuple(tensor.shape)} where the target has "
                 f"{self._shapes[name]}"
             )
@@ -145,7 +146,7 @@ def check_tensors(found: Shapes, expected: Shapes, ignored: Iterable[str], what:
         if names
     ]
     if lines:
-        raise ValueError(f"the tensors are not those of {what}\n  " + "\n  ".join(lines))
+        raise UserError(f"the tensors are not those of {what}\n  " + "\n  ".join(lines))
 
 
 # Names. A role is what a tensor does in a decoder. A layout has one template for each role, ``{i}`` being the layer.

@@ -16,6 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.attention import DiffAttention
 from diff_transformer.model.convert.plan import LAMBDAS, halves_from_interleaved, take_heads
 
@@ -47,7 +48,7 @@ def attention_from_unilm(
     """
     names = set(state) - {"subln.weight"}
     if names not in (_V1, _V2):
-        raise ValueError(f"the layer has {sorted(state)}; expected {sorted(_V1)}, or for V2 {sorted(_V2)}")
+        raise UserError(f"the layer has {sorted(state)}; expected {sorted(_V1)}, or for V2 {sorted(_V2)}")
     tensors, fields = dict(state), dict[str, Any]()
     if names == _V1:
         d = state["lambda_q1"].numel()

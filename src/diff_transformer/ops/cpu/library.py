@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch  # noqa: F401  loads its libgomp first, so that the process has one OpenMP
 
+from diff_transformer.errors import UserError
+
 log = logging.getLogger("diff_transformer")
 
 SWITCH = "DIFF_TRANSFORMER_NATIVE"
@@ -76,7 +78,7 @@ def library() -> ctypes.CDLL | None:
     if name == "0":
         return None
     if name is not None and name not in usable:
-        raise ValueError(f"{SWITCH} is {name!r}; give 0 or a library that runs here: {', '.join(usable) or 'none'}")
+        raise UserError(f"{SWITCH} is {name!r}; give 0 or a library that runs here: {', '.join(usable) or 'none'}")
     for each in usable if name is None else [name]:
         loaded = load(path_of(each))
         if loaded is not None:
@@ -84,7 +86,7 @@ def library() -> ctypes.CDLL | None:
             return loaded
     if name is not None:
         others = ", ".join(each for each in usable if each != name)
-        raise ValueError(f"{SWITCH} is {name!r}, whose registers Linux refuses to this process; give {others} or 0")
+        raise UserError(f"{SWITCH} is {name!r}, whose registers Linux refuses to this process; give {others} or 0")
     log.info("blockwise: no CPU kernel on this machine")
     return None
 

@@ -8,6 +8,7 @@ import os
 import torch
 from torch import Tensor
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops.call import Call
 
 SWITCH = "DIFF_TRANSFORMER_HOPPER"
@@ -35,7 +36,7 @@ def switched_off() -> bool:
     """
     given = os.environ.get(SWITCH, "1")
     if given not in ("0", "1"):
-        raise ValueError(f"{SWITCH} is {given!r}; give 0 (off) or 1 (also with a Triton of which there is no record)")
+        raise UserError(f"{SWITCH} is {given!r}; give 0 (off) or 1 (also with a Triton of which there is no record)")
     return given == "0"
 
 

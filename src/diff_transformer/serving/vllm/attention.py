@@ -19,6 +19,7 @@ from vllm.model_executor.layers.rotary_embedding import get_rope
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.selector import get_attn_backend
 
+from diff_transformer.errors import UserError
 from diff_transformer.serving.vllm.checks import WIDTHS, head_widths, too_wide
 from diff_transformer.serving.vllm.cores import core_of
 
@@ -113,4 +114,4 @@ def cache_width(width: int, cache_dtype: str, *, has_window: bool) -> int:
             continue
         if backend.supports_head_size(candidate):
             return candidate
-    raise ValueError(too_wide(width))
+    raise UserError(too_wide(width))

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from torch import Tensor
 
 from diff_transformer.checks import listed
+from diff_transformer.errors import UserError
 from diff_transformer.model.convert.plan import BUFFERS
 from diff_transformer.model.heads import HeadCounts
 
@@ -33,7 +34,7 @@ def check_version(found: tuple) -> None:
     numbers = tuple(part for part in found[:2] if isinstance(part, int))
     from_source = any(isinstance(part, str) and "dev" in part for part in found)
     if numbers and numbers < OLDEST and not from_source:
-        raise RuntimeError(
+        raise UserError(
             f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {_dotted(found)}; "
             f"pip install 'vllm>={TESTED}'"
         )
@@ -48,19 +49,19 @@ def _dotted(version: tuple) -> str:
 def check_config(config, name: str) -> None:
     """Raise ValueError for a configuration that the plugin cannot run; ``name`` is the folder or hub name."""
     if config.model_type != "diff_transformer":
-        raise ValueError(
+        raise UserError(
             f"{name} names the architecture DiffTransformerForCausalLM, but its model_type is {config.model_type!r}; "
             "give a folder that save_pretrained or `diff-transformer convert` wrote"
         )
     if config.attention == "dint":
-        raise ValueError(
+        raise UserError(
             f"{name} has attention='dint', whose running mean over all earlier queries has no place in vLLM's paged "
             "cache; use `diff-transformer serve --engine transformers`, or `diff-transformer generate`"
         )
     if config.attention == "grouped_diff" and config.heads.value_dim % 2:
-        raise ValueError(f"{name} has value_head_dim={config.value_head_dim}; the plugin takes an even one")
+        raise UserError(f"{name} has value_head_dim={config.value_head_dim}; the plugin takes an even one")
     if max(widths := head_widths(config)) > WIDTHS[-1]:
-        raise ValueError(too_wide(max(widths)))
+        raise UserError(too_wide(max(widths)))
 
 
 def head_widths(config) -> tuple[int, int]:
@@ -93,7 +94,7 @@ def check_parallel(config, ranks: int) -> None:
         n for n in range(1, queries + 1) if queries % n == 0 and (keys % n == 0 or (repeatable and n % keys == 0))
     ]
     if ranks not in accepted:
-        raise ValueError(
+        raise UserError(
             f"tensor_parallel_size is {ranks}, which does not divide {queries} heads with {keys} key/value heads of "
             f"attention={config.attention!r}; sizes that fit: {', '.join(map(str, accepted))}"
         )
@@ -103,12 +104,12 @@ def check_differential(config, name: str) -> None:
     """Raise ValueError for a model made differential in place that vLLM's Transformers backend does not run."""
     kind, made = config.differential.get("kind"), f"{name} was made differential in place"
     if kind != "diff_v2":
-        raise ValueError(
+        raise UserError(
             f"{made} as {kind!r}, each of whose maps has its own keys, and vLLM's cache would need values for each; "
             "use `diff-transformer serve --engine transformers`, or differentiate(model, 'diff_v2')"
         )
     if config.model_type not in DIFFERENTIABLE:
-        raise ValueError(
+        raise UserError(
             f"{made} from a {config.model_type} model, which vLLM's Transformers backend is not known to compute "
             f"right; use `diff-transformer serve --engine transformers` (vLLM takes {', '.join(DIFFERENTIABLE)})"
         )
@@ -120,7 +121,7 @@ def check_differential_ranks(config, ranks: int) -> None:
     styles = [plan.get(f"layers.*.self_attn.{name}_proj") for name in "qkvo"]
     by_heads = styles == ["colwise"] * 3 + ["rowwise"] and n % ranks == 0 and (m % ranks == 0 or ranks % m == 0)
     if ranks > 1 and not by_heads:
-        raise ValueError(
+        raise UserError(
             f"tensor_parallel_size is {ranks}, which does not divide the {n} heads of this {config.model_type} model, "
             f"made differential in place, with their {m} key/value heads, or transformers' plan does not divide it by "
             "heads; leave it out"
@@ -154,12 +155,12 @@ class CheckedWeights:
                 yield name, tensor
                 continue
             if name not in self.expected:
-                raise ValueError(
+                raise UserError(
                     f"the checkpoint has a tensor {name!r}, which a model of this configuration does not; config.json "
                     "and weights belong to different models: copy both again"
                 )
             if tuple(tensor.shape) != self.expected[name]:
-                raise ValueError(
+                raise UserError(
                     f"tensor {name!r} has shape {list(tensor.shape)}, and config.json asks for "
                     f"{list(self.expected[name])}; config.json and weights belong to different models: copy both again"
                 )
@@ -170,7 +171,7 @@ class CheckedWeights:
         """Raise ValueError if the checkpoint lacked tensors."""
         missing = sorted(set(self.expected) - self.seen - self.optional)
         if missing:
-            raise ValueError(
+            raise UserError(
                 f"the checkpoint lacks {len(missing)} of the model's {len(self.expected)} tensors: {listed(missing)}; "
                 "copy or download it again"
             )

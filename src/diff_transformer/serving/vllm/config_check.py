@@ -5,6 +5,7 @@ from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.transformers_utils.config import HFConfigParser
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
+from diff_transformer.errors import UserError
 from diff_transformer.serving.vllm.checks import (
     DIFFERENTIAL,
     check_config,
@@ -28,7 +29,7 @@ class ConfigCheck(VerifyAndUpdateConfig):
         if vllm_config.lora_config is not None and config.heads.value_dim * config.heads.values != (
             config.heads.head_dim * config.heads.keys
         ):
-            raise ValueError(
+            raise UserError(
                 f"LoRA in vLLM takes values that are as wide as keys, and value_head_dim is {config.value_head_dim}; "
                 "merge the adapter into the model (peft's merge_and_unload), and serve that"
             )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedConfig
 
+from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.layouts import LAYOUTS
 from diff_transformer.model.convert.plan import Plan
@@ -43,7 +44,7 @@ def package_config(settings: dict[str, Any], name: str) -> DiffTransformerConfig
     """
     if quantization := settings.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
-        raise ValueError(
+        raise UserError(
             f"{name} has quantised weights ({method}), whose rows cannot be moved to this package's layout; serve the "
             "checkpoint that was quantised, with vLLM's --quantization if it must be smaller"
         )
