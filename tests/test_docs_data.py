@@ -47,7 +47,7 @@ def test_commands_run_in_their_order(home, monkeypatch):
     for command in COMMANDS:
         run(command + (small if command[0] == "train" else []), home, monkeypatch)
     drawn = re.findall(r"^(prepared/\S+)", TEXT, re.MULTILINE)
-    assert len(drawn) == 5
+    assert len(drawn) == 6
     assert all((home / path).exists() for path in drawn)
     for name in ("run", "mixed", "recall-alone", "long"):
         assert (home / name / "model" / "config.json").exists()
@@ -60,8 +60,8 @@ def test_commands_run_in_their_order(home, monkeypatch):
 
 
 def test_commands_of_an_engine_run(home, monkeypatch):
-    pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[datatrove]'")
-    assert len(ENGINE) == 2
+    pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[prepare]'")
+    assert len(ENGINE) == 1
     for command in ENGINE:
         run(command, home, monkeypatch)
     assert len(list((home / "prepared-tasks" / "shards").glob("train-*.tokens"))) == 48
@@ -71,7 +71,6 @@ def test_commands_of_an_engine_run(home, monkeypatch):
         home,
         monkeypatch,
     )
-    assert (home / "prepared-slurm" / "logs" / "write" / "launch_script.slurm").exists()
 
 
 def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):

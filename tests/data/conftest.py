@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from diff_transformer.data import Document, needle_texts, train_tokenizer
+from diff_transformer.data.documents import Document
+from diff_transformer.data.needles import needle_texts
+from diff_transformer.data.tokenizer import train_tokenizer
 
 _VOCABULARY = """
     river mountain letter window garden morning winter silence market village evening captain music table journey

@@ -3,7 +3,8 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from diff_transformer.data import RecallSource, RecallTask, evaluation_rng, make_recall_batch, recall_vocabulary
+from diff_transformer.data.kv_recall_task import RecallSource, RecallTask, make_recall_batch, recall_vocabulary
+from diff_transformer.data.seeding import evaluation_rng
 
 
 def _check_row(row, labels, vocabulary, pairs):

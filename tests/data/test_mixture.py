@@ -1,7 +1,7 @@
 import numpy as np
 import pytest
 
-from diff_transformer.data import Mixture
+from diff_transformer.data.mixture import Mixture
 
 
 class Counting:

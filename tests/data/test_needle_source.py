@@ -3,9 +3,12 @@ import re
 import numpy as np
 import pytest
 
-from diff_transformer.data import Document, Filler, NeedleSource, byte_tokenizer, evaluation_rng, make_needle_example
-from diff_transformer.data.needles import completion, question
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.documents import Document
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.needle_source import NeedleSource
+from diff_transformer.data.needles import completion, make_needle_example, question
+from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tokenizer import byte_tokenizer, encode
 
 
 @pytest.fixture(scope="module")

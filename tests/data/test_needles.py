@@ -5,9 +5,20 @@ import numpy as np
 import pytest
 from tiny_models import spaced_tokenizer
 
-from diff_transformer.data import Document, Filler, byte_tokenizer, evaluation_rng, make_needle_example, parse_numbers
-from diff_transformer.data.needles import CITIES, DEPTHS, completion, draw_facts, numbers_said, question
-from diff_transformer.data.tokenizer import encode, train_tokenizer
+from diff_transformer.data.documents import Document
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.needles import (
+    CITIES,
+    DEPTHS,
+    completion,
+    draw_facts,
+    make_needle_example,
+    numbers_said,
+    parse_numbers,
+    question,
+)
+from diff_transformer.data.seeding import evaluation_rng
+from diff_transformer.data.tokenizer import byte_tokenizer, encode, train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from diff_transformer.data import ar_hits, frequent_ngrams
+from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 
 VOCAB = 7
 

@@ -5,8 +5,9 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from diff_transformer.data import Document, PackedCorpus, byte_tokenizer
-from diff_transformer.data.packing import pack_documents
+from diff_transformer.data.documents import Document
+from diff_transformer.data.packing import PackedCorpus, pack_documents
+from diff_transformer.data.tokenizer import byte_tokenizer
 
 
 def _corpus(length=8, tokens=100, **options):

@@ -10,16 +10,14 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from filelock import FileLock
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from diff_transformer.cli.prepare import run_prepare
+from diff_transformer.cli.prepare import run_prepare, run_verify
 from diff_transformer.data import prepare as prepare_module
-from diff_transformer.data.prepare import PrepareConfig, pieces, prepare
-from diff_transformer.data.prepared import Shards
-from diff_transformer.data.prepared_folder import load_prepared_tokenizer, read_manifest, verify
+from diff_transformer.data.prepare import PrepareConfig, pieces, prepare, totals
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
+from diff_transformer.data.tokens import Shards, load_prepared_tokenizer, read_plan, verify
 from diff_transformer.durable import DiskError
 from diff_transformer.errors import UserError
 
@@ -38,7 +36,7 @@ def rows(tmp_path):
 
 def content(folder):
     """Every file with its bytes."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    files = [path for path in folder.rglob("*") if path.is_file()]
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
@@ -46,18 +44,16 @@ def test_shards_worked_by_hand(tmp_path):
     for name, text in {"train/a.txt": "ab\n", "train/b.txt": "é", "val/d.txt": "hi"}.items():
         (tmp_path / "in" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "in" / name).write_text(text)
-    manifest = prepare(PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes", tasks=2), tmp_path / "out")
+    prepare(PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes", tasks=2), tmp_path / "out")
     shards = tmp_path / "out" / "shards"
     assert np.fromfile(shards / "train-00000.tokens", "<u2").tolist() == [*b"ab\n", END]
     assert np.fromfile(shards / "train-00001.tokens", "<u2").tolist() == [*"é".encode(), END]
     assert np.fromfile(shards / "train-00001.documents", "<i8").tolist() == [0]
     assert np.fromfile(shards / "validation-00000.tokens", "<u2").tolist() == [*b"hi", END]
     assert np.fromfile(shards / "validation-00001.tokens", "<u2").tolist() == []
-    assert {key: manifest["train"][key] for key in ("tokens", "documents", "text_bytes")} == {
-        "tokens": 7, "documents": 2, "text_bytes": 5,
-    }  # fmt: skip
-    assert manifest["tokenizer"] == {"hash": tokenizer_hash(byte_tokenizer()), "size": 258, "end_of_text": END}
-    assert manifest == read_manifest(tmp_path / "out")
+    assert totals(tmp_path / "out")["train"] == {"tokens": 7, "documents": 2, "text_bytes": 5}
+    tokenizer = {"hash": tokenizer_hash(byte_tokenizer()), "size": 258, "end_of_text": END}
+    assert read_plan(tmp_path / "out")["tokenizer"] == tokenizer
     assert verify(tmp_path / "out") == []
     assert Shards(tmp_path / "out", "train")[:].tolist() == [*b"ab\n", END, *"é".encode(), END]
 
@@ -132,8 +128,7 @@ def test_after_a_stop_at_any_moment_resuming_gives_the_same_bytes(tmp_path, rows
             break
         except Killed:
             monkeypatch.setattr(os, "replace", replace)
-        assert not (out / "manifest.json").exists()
-        finished = len([*out.glob("tasks/*.json")])
+        finished = len([*out.glob("shards/*.json")])
         write = prepare_module.write_task
         with monkeypatch.context() as patch:
             patch.setattr(prepare_module, "write_task", lambda *a, r=ranks, write=write: r.append(a[2]) or write(*a))
@@ -152,7 +147,7 @@ def test_a_killed_command_goes_on(tmp_path):
     out = tmp_path / "out"
     running = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     deadline = time.monotonic() + 120
-    while len([*out.glob("tasks/*.json")]) < 2 and time.monotonic() < deadline:
+    while len([*out.glob("shards/*.json")]) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     running.kill()
     running.wait()
@@ -170,7 +165,7 @@ def test_the_command_says_what_was_made_and_what_comes_next(tmp_path, rows, caps
     run_prepare(["python"], tmp_path / "out", {"vocab_size": 300})
     said = capsys.readouterr().out
     assert "validation: " in said
-    assert f"diff-transformer train --recipe novels --set data.corpus={tmp_path / 'out'} --out RUN" in said
+    assert f"diff-transformer train --set data.corpus={tmp_path / 'out'} --out RUN" in said
 
 
 @pytest.mark.parametrize("ending", [".tokens", ".documents"])
@@ -180,7 +175,7 @@ def test_a_truncated_or_missing_shard_is_named_and_repaired(tmp_path, rows, endi
     whole, path = content(out), out / "shards" / f"train-00001{ending}"
     for damage in (lambda: os.truncate(path, 10), path.unlink):
         damage()
-        with pytest.raises(ValueError, match=rf"train-00001{ending} .*Repair the folder with `diff-tr"):
+        with pytest.raises(UserError, match=rf"train-00001{ending} .*Repair the folder with `diff-tr"):
             Shards(out, "train")
         assert len(verify(out)) == 1
         run_prepare([], out, {}, resume=True)
@@ -194,23 +189,11 @@ def test_a_changed_byte_is_found_and_repaired(tmp_path, rows):
     data = bytearray(path.read_bytes())
     data[6] ^= 1
     path.write_bytes(data)
-    (problem,) = verify(out)
-    assert "train-00002.tokens has checksum" in problem
+    with pytest.raises(UserError, match=r"is damaged:\n.*train-00002.tokens has checksum.*\nDelete what has changed"):
+        run_verify(out)
+    path.unlink()
     prepare(rows, out, resume=True)
     assert content(out) == whole
-
-
-def test_a_repair_does_not_take_text_that_changed(tmp_path, rows):
-    out = tmp_path / "out"
-    prepare(rows, out)
-    (out / "shards" / "train-00001.tokens").unlink()
-    source = tmp_path / "in" / "1.jsonl"
-    source.write_text(source.read_text().replace("row 1 0: word0", "row 1 0: WORD0"))
-    with pytest.raises(ValueError, match=r"a file of .*out has changed though its name and size have not; restore it"):
-        prepare(rows, out, resume=True)
-    source.write_text(source.read_text().replace("row 1 0: WORD0", "row 1 0: word0"))
-    prepare(rows, out, resume=True)
-    assert verify(out) == []
 
 
 def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
@@ -220,10 +203,10 @@ def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
         ({"validation": 0.3}, r"settings\.validation: 0\.2 against 0\.3"),
         ({"tokenizer": "bpe"}, r"settings\.tokenizer: 'bytes' against 'bpe'"),
     ]:
-        with pytest.raises(ValueError, match=rf"with other settings or files \(there against here\):\n  {message}"):
+        with pytest.raises(UserError, match=rf"with other settings or files \(there against here\):\n  {message}"):
             prepare(dataclasses.replace(rows, **change), out, resume=True)
     (tmp_path / "in" / "new.jsonl").write_text('{"text": "new"}\n')
-    with pytest.raises(ValueError, match="files: "):
+    with pytest.raises(UserError, match="files: "):
         prepare(rows, out, resume=True)
 
 
@@ -243,39 +226,30 @@ def test_nothing_is_written_over(tmp_path, rows):
         prepare(rows, tmp_path / "file" / "out")
 
 
-def test_two_at_work_in_one_folder_is_refused(tmp_path, rows):
-    (tmp_path / "out").mkdir()
-    with (
-        FileLock(tmp_path / "out" / ".lock"),
-        pytest.raises(UserError, match=r"another process is preparing .*out;"),
-    ):
-        prepare(rows, tmp_path / "out")
-
-
 def test_bad_settings_and_text_are_one_sentence(tmp_path, rows):
     for change, message in [
         ({"validation": 1.0}, "validation is 1.0; give a share between 0 and 1"),
         ({"vocab_size": 0}, "vocab_size is 0; it must be positive"),
         ({"tasks": 9}, "tasks is 9, and the sources have 4 files, which are not divided; give fewer"),
         ({"filters": ("gofer",)}, "no filter 'gofer'.*did you mean 'gopher'"),
-        ({"filters": ("gopher",)}, "filters and deduplication need an engine; give --engine local, slurm or ray"),
-        ({"dedup": "minhsh"}, "dedup is 'minhsh'; give minhash"),
+        ({"filters": ("gopher",)}, "filters and deduplication need datatrove; give --engine local, slurm or ray"),
+        ({"dedup": "minhsh"}, "no deduplication 'minhsh'.*'minhash'"),
         ({"tokenizer": "/nowhere"}, "no tokenizer at '/nowhere'"),
         ({"field": "body"}, "row 1 has no field 'body' but 'text'; give --field"),
-        ({"validation": 1e-9}, "the validation side has none of the 40 documents .*; give more text, a larger --valid"),
     ]:
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(UserError, match=message):
             prepare(dataclasses.replace(rows, **change), tmp_path / f"out-{len(message)}")
-    with pytest.raises(ValueError, match=r"no source of text; give at least one, or the --out of a preparation"):
+    with pytest.raises(UserError, match=r"no source of text; give at least one, or the --out of a preparation"):
         run_prepare([], tmp_path / "none", {}, resume=True)
+    with pytest.raises(UserError, match=r"the validation side has no document .*; give more text, a larger --validat"):
+        run_prepare(list(rows.sources), tmp_path / "one", {"tokenizer": "bytes", "validation": 1e-9})
 
 
-def test_a_folder_that_is_not_complete_is_refused(tmp_path, rows, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_finish", lambda *_: None)
+def test_a_folder_that_is_not_complete_is_refused(tmp_path, rows):
     prepare(rows, tmp_path / "out")
-    with pytest.raises(
-        ValueError, match=r"out is not complete; continue with `diff-transformer prepare --out .*out --re"
-    ):
-        read_manifest(tmp_path / "out")
-    with pytest.raises(UserError, match=r"is not a prepared folder: it has no manifest.json"):
-        read_manifest(tmp_path)
+    (tmp_path / "out" / "shards" / "00001.json").unlink()
+    with pytest.raises(UserError, match=r"out is not complete; continue with `diff-transformer prepare --out .*out"):
+        Shards(tmp_path / "out", "train")
+    assert verify(tmp_path / "out") == ["task 1 has not finished"]
+    with pytest.raises(UserError, match=r"is not a prepared folder: it has no plan.json"):
+        read_plan(tmp_path)

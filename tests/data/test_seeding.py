@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from diff_transformer.data import evaluation_rng, training_rng
-from diff_transformer.data.seeding import permuted
+from diff_transformer.data.seeding import evaluation_rng, permuted, training_rng
 
 
 def _draws(rng):

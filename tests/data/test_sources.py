@@ -1,21 +1,24 @@
-"""What the texts of files, folders and data sets are, and on which side of the split they are."""
+"""Texts of files, folders and data sets, their side of the split, and corpora in memory."""
 
 import bz2
 import gzip
 import json
 import lzma
 import os
-from types import SimpleNamespace
 
 import pytest
 import zstandard
 
-from diff_transformer.data import load_corpus, python_library
-from diff_transformer.data.documents import Corpus, Document, hash_of_name
+from diff_transformer.data import corpus as corpus_module
+from diff_transformer.data import python_library
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Document, hash_of_name, held_out_groups, held_out_split, take_bytes
 from diff_transformer.data.sources import Reader, find_sources
 from diff_transformer.errors import UserError
 
 TEXTS = ["one é", "two\nlines", "three", "four 日本"]
+PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+PACKERS[".zst"] = lambda data: b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:9], data[9:]))
 
 
 def write(root, files):
@@ -37,20 +40,16 @@ def read(*names, share=0.1, field="text", skip_invalid=False, part=(0, 1)):
     return texts, dict(reader.left_out)
 
 
-@pytest.mark.parametrize(
-    ("name", "pack"),
-    [
-        ("a.jsonl", bytes),
-        ("a.ndjson", bytes),
-        ("a.jsonl.gz", gzip.compress),
-        ("a.jsonl.bz2", bz2.compress),
-        ("a.jsonl.xz", lzma.compress),
-        ("a.jsonl.zst", lambda data: zstandard.ZstdCompressor().compress(data)),
-    ],
-)
-def test_json_lines_plain_and_compressed(tmp_path, name, pack):
-    write(tmp_path, {name: pack((lines_of(TEXTS) + "\n  \n").encode())})
-    assert [text for _, text in read(tmp_path / name)[0]] == TEXTS
+def names_of(documents):
+    return sorted(document.name for document in documents)
+
+
+@pytest.mark.parametrize("packed", PACKERS)
+def test_lines_and_texts_plain_and_compressed(tmp_path, packed):
+    write(tmp_path, {f"a.jsonl{packed}": PACKERS[packed]((lines_of(TEXTS) + "\n  \n").encode())})
+    assert [text for _, text in read(tmp_path / f"a.jsonl{packed}")[0]] == TEXTS
+    write(tmp_path, {f"t/a.txt{packed}": PACKERS[packed](b"\xef\xbb\xbfone\r\ntwo\r\nthree\n")})
+    assert "".join(text for _, text in read(tmp_path / "t")[0]) == "one\ntwo\nthree\n"
 
 
 def test_parquet_reads_one_column(tmp_path):
@@ -60,88 +59,95 @@ def test_parquet_reads_one_column(tmp_path):
     table = pyarrow.table({"id": list(range(4)), "body": TEXTS, "text": ["x"] * 4})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert [text for _, text in read(tmp_path / "a.parquet", field="body")[0]] == TEXTS
-    with pytest.raises(ValueError, match=r"a.parquet, row 1 has no field 'words' but 'id', 'body', 'text'; give --fie"):
+    with pytest.raises(UserError, match=r"a.parquet, row 1 has no field 'words' but 'id', 'body', 'text'; give --fie"):
         read(tmp_path / "a.parquet", field="words")
 
 
 def test_rows_of_a_set_on_the_hub_are_streamed_and_shared(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
     def load(name, config, *, split, revision, streaming):
         assert (name, config, split, revision, streaming) == ("acme/set", "en", "test", "v1", True)
-        return iter([{"text": text} for text in TEXTS])
+        return datasets.Dataset.from_dict({"text": TEXTS}).to_iterable_dataset()
 
-    monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load))
+    monkeypatch.setattr(datasets, "load_dataset", load)
     name = "hub:acme/set?config=en&split=test&revision=v1"
     assert [text for _, text in read(name)[0]] == TEXTS
     parts = [[text for _, text in read(name, part=(part, 3))[0]] for part in range(3)]
-    assert parts == [[TEXTS[0], TEXTS[3]], [TEXTS[1]], [TEXTS[2]]]
-    with pytest.raises(ValueError, match=r"source 'hub:acme/set.speed=2': speed; accepted: config, split, revision"):
+    assert sorted(text for part in parts for text in part) == sorted(TEXTS)
+    with pytest.raises(UserError, match=r"source 'hub:acme/set.speed=2': speed; accepted: config, split, revision"):
         read("hub:acme/set?speed=2")
-
-
-def test_a_set_that_cannot_be_streamed_says_how_far_it_came(monkeypatch):
-    def load(*_, **__):
-        yield {"text": "first"}
-        yield {"text": "second"}
-        raise ConnectionError("no route")
-
-    monkeypatch.setitem(__import__("sys").modules, "datasets", SimpleNamespace(load_dataset=load))
-    with pytest.raises(ValueError, match=r"hub:a/b cannot be streamed after row 1 \(ConnectionError: no route\); conn"):
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
+    with pytest.raises(UserError, match=r"hub:a/b cannot be read after row 0 \(ZeroDivisionError"):
         read("hub:a/b")
 
 
 def test_rows_are_held_out_by_a_hash_of_their_text(tmp_path):
     texts = [f"row {i}" for i in range(300)]
     write(tmp_path, {"a.jsonl": lines_of(texts), "b.jsonl": lines_of(texts[::-1])})
-    found, _ = read(tmp_path, share=0.2)
-    assert {text for split, text in found if split == "validation"} == {t for t in texts if hash_of_name(t) < 0.2}
-    assert len(found) == 600
+    pairs, _ = read(tmp_path, share=0.2)
+    assert {text for split, text in pairs if split == "validation"} == {t for t in texts if hash_of_name(t) < 0.2}
+    assert len(pairs) == 600
+    corpus = load_corpus(tmp_path)
+    assert len(corpus.train) + len(corpus.validation) == 600
+    assert corpus == load_corpus(tmp_path)
 
 
-def test_files_are_held_out_by_name_and_at_least_one(tmp_path):
-    write(tmp_path, {f"{i}.txt": f"text {i}" for i in range(4)})
-    splits = [split for split, _ in read(tmp_path, share=0.001)[0]]
-    assert splits.count("validation") == 1
-    other = write(tmp_path / "again", {f"{i}.md": f"text {i}" for i in range(40)})
-    assert 2 < [split for split, _ in read(other, share=0.2)[0]].count("validation") < 16
+def test_files_are_held_out_by_name_and_stay_put_when_others_come(tmp_path):
+    write(tmp_path / "few", {f"{i}.txt": f"text {i}" for i in range(4)})
+    assert [split for split, _ in read(tmp_path / "few", share=0.001)[0]].count("validation") == 1
+    files, root = {f"sub{n % 3}/{n}.md": f"text {n}" for n in range(60)}, tmp_path / "many"
+    first = load_corpus(write(root, files | {".git/x.txt": "hidden", "picture.png": b"\x89PNG"}))
+    assert names_of(first.train + first.validation) == sorted(files)
+    assert 1 <= len(first.validation) <= 15
+    second = load_corpus(write(root, {f"more/{n}.md": "new" for n in range(20)}))
+    assert set(names_of(first.validation)) <= set(names_of(second.validation))
+    assert [d.name for d in second.train] == [d.name for d in load_corpus(root).train] != names_of(second.train)
 
 
-def test_folders_train_and_val_are_the_split(tmp_path):
-    write(
-        tmp_path,
-        {"in/train/a.txt": "a", "in/valid/b.txt": "b", "in/c.txt": "not read", "in/train/d.jsonl": '{"text": "d"}'},
-    )
+@pytest.mark.parametrize("side", ["val", "valid", "validation"])
+def test_folders_train_and_val_are_the_split(tmp_path, side):
+    files = {"in/train/a.txt": "a", f"in/{side}/b.txt": "b", "in/c.txt": "not read", "in/train/d.jsonl": lines_of("d")}
+    write(tmp_path, files)
     assert read(tmp_path)[0] == [("train", "a"), ("train", "d"), ("validation", "b")]
+    corpus = load_corpus(tmp_path)
+    assert names_of(corpus.train) == ["train/a.txt", "train/d.jsonl[0]"]
+    assert names_of(corpus.validation) == [f"{side}/b.txt"]
 
 
 def test_a_single_text_keeps_its_end_for_validation_cut_at_a_line_end(tmp_path):
-    lines = [f"line {i} of a play\n" for i in range(100)]
-    write(tmp_path, {"play.txt": "".join(lines)})
-    (first, train), (second, held_out) = read(tmp_path, share=0.1)[0]
-    assert (first, second) == ("train", "validation")
-    assert train + held_out == "".join(lines)
-    assert train.endswith("\n")
-    assert 0.08 < len(held_out) / len(train + held_out) < 0.12
+    lines = "".join(f"line {i} of a play\n" for i in range(100))
+    write(tmp_path, {"play.txt": lines, "folder/only.md": lines, "line.txt": "abcdefghij" * 10})
+    for path in ("play.txt", "folder"):
+        (first, train), (second, held_out) = read(tmp_path / path, share=0.1)[0]
+        assert (first, second, train + held_out) == ("train", "validation", lines)
+        assert train.endswith("\n")
+        assert 0.08 < len(held_out) / len(lines) < 0.12
+    corpus = load_corpus(tmp_path / "line.txt")
+    assert (len(corpus.train[0].text), len(corpus.validation[0].text)) == (90, 10)
 
 
-def test_the_python_library_keeps_its_own_split(monkeypatch):
-    corpus = Corpus("python", [Document("a", "prose")], [Document("b", "held out")], "")
-    monkeypatch.setattr(python_library, "load_python_library", lambda: corpus)
-    assert read("python")[0] == [("train", "prose"), ("validation", "held out")]
+@pytest.mark.parametrize("count", [2, 3, 5])
+def test_a_held_out_split_leaves_no_side_empty(count):
+    for start in range(50):
+        groups = {f"{start + n}" for n in range(count)}
+        assert set() < held_out_groups(groups) < groups
 
 
-def test_text_is_as_a_corpus_in_memory_reads_it(tmp_path):
-    write(tmp_path, {"train/a.txt": b"\xef\xbb\xbfone\r\ntwo", "val/b.txt": "three", "val/.hidden.txt": "no"})
-    corpus = load_corpus(tmp_path)
-    texts = [("train", d.text) for d in corpus.train] + [("validation", d.text) for d in corpus.validation]
-    assert read(tmp_path)[0] == texts == [("train", "one\ntwo"), ("validation", "three")]
+def test_documents_of_a_group_stay_together():
+    documents = [Document(f"{kind}/{n}", "x", group=str(n)) for n in range(100) for kind in ("code", "prose")]
+    train, validation = held_out_split(documents)
+    assert {document.group for document in train}.isdisjoint(document.group for document in validation)
+    with pytest.raises(UserError, match="at least 2"):
+        held_out_split(documents[:2])
 
 
 def test_blank_texts_and_invalid_rows_are_counted(tmp_path):
-    rows = '{"text": " "}\n{"text": null}\nnot JSON\n{"text": "good"}\n{"text": "\\ud800"}\n[]\n'
-    write(tmp_path, {"a.jsonl": rows})
-    found, left_out = read(tmp_path / "a.jsonl", skip_invalid=True)
-    assert [text for _, text in found] == ["good"]
-    assert left_out == {"blank": 1, "invalid": 4}
+    rows = '{"text": " "}\n{"text": null}\nnot JSON\n{"text": "good"}\n{"text": "\\ud800"}\n[]\n{"text": "caf\xe9"}\n'
+    write(tmp_path, {"a.jsonl": rows.encode("latin-1")})
+    pairs, left_out = read(tmp_path / "a.jsonl", skip_invalid=True)
+    assert [text for _, text in pairs] == ["good"]
+    assert left_out == {"blank": 1, "invalid": 5}
 
 
 @pytest.mark.parametrize(
@@ -156,26 +162,112 @@ def test_blank_texts_and_invalid_rows_are_counted(tmp_path):
 )
 def test_a_row_without_text_stops_and_is_named(tmp_path, line, message):
     write(tmp_path, {"a.jsonl": '{"text": "good"}\n' + line + "\n"})
-    with pytest.raises(ValueError, match=rf"a\.jsonl, {message}.*; or leave such rows out \(--skip-invalid\)"):
+    with pytest.raises(UserError, match=rf"a\.jsonl, {message}.*; or leave such rows out \(--skip-invalid\)"):
         read(tmp_path / "a.jsonl")
 
 
 def test_errors_name_what_is_wrong(tmp_path):
+    cut = gzip.compress(lines_of(TEXTS * 99).encode())[:99]
     write(tmp_path, {
-        "latin.txt": b"caf\xe9", "x/image.png": b"", "cut.jsonl.gz": gzip.compress(lines_of(TEXTS * 99).encode())[:99],
-        "a.tar.gz": b"", "a.parquet": b"nothing",
+        "latin.txt": b"caf\xe9", "x/image.png": b"", "cut.jsonl.gz": cut, "cut.txt.gz": cut, "a.tar.gz": b"",
+        "a.parquet": b"nothing",
     })  # fmt: skip
     os.mkfifo(tmp_path / "pipe.txt")
-    for name, error, message in [
-        ("latin.txt", ValueError, r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv"),
-        ("none", UserError, "none' does not exist; give 'python', a text file"),
-        ("x", ValueError, "x' holds nothing that is read; give"),
-        ("cut.jsonl.gz", ValueError, r"cut\.jsonl\.gz cannot be unpacked after line \d+ \("),
-        ("a.tar.gz", ValueError, r"a\.tar\.gz' is an archive; unpack it \(tar xf .*a\.tar\.gz\) and give the folder"),
-        ("a.parquet", ValueError, r"a\.parquet cannot be read as parquet after row 0"),
-        ("pipe.txt", ValueError, "is a pipe, a socket or a device"),
+    for name, message in [
+        ("latin.txt", r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv"),
+        ("none", "none' does not exist; give 'python', a text file"),
+        ("https://example.org/a.txt", "does not exist; give 'python'"),
+        ("x", "x' holds nothing that is read; give"),
+        ("cut.jsonl.gz", r"cut\.jsonl\.gz cannot be read after line \d+ \("),
+        ("cut.txt.gz", r"cut\.txt\.gz cannot be read \("),
+        ("a.tar.gz", r"a\.tar\.gz' is an archive; unpack it \(tar xf .*a\.tar\.gz\) and give the folder"),
+        ("a.parquet", r"a\.parquet cannot be read after row 0"),
+        ("pipe.txt", r"pipe\.txt' holds nothing that is read"),
     ]:
-        with pytest.raises(error, match=message):
-            read(tmp_path / name)
-    with pytest.raises(ValueError, match="no source of text; give 'python'"):
+        with pytest.raises(UserError, match=message):
+            read(tmp_path / name if "://" not in name else name)
+    with pytest.raises(UserError, match="no source of text; give 'python'"):
         read()
+
+
+@pytest.mark.parametrize(
+    ("files", "message"),
+    [
+        ({"train/a.txt": "text", "val/b.txt": "  \n"}, "the validation side of corpus .* has no text but white space"),
+        ({"train/a.txt": "", "val/b.txt": "text"}, "the train side of corpus"),
+        ({"a.txt": "\n", "b.txt": ""}, "the train side of corpus"),
+        ({"a.txt": "x"}, "the validation side of corpus"),
+        ({"a.txt": "text" + "\n" * 40}, "the validation side of corpus"),
+    ],
+)
+def test_a_side_without_text_is_named(tmp_path, files, message):
+    with pytest.raises(UserError, match=message):
+        load_corpus(write(tmp_path, files))
+
+
+def test_a_cap_takes_whole_documents_and_cuts_the_last_at_a_line_end(tmp_path):
+    files = {f"train/{n}.txt": f"{n:03d} is the line\n" * 10 for n in range(20)}
+    files |= {f"val/{n}.txt": f"{n:03d} is the line\n" * 10 for n in range(10)}
+    root = write(tmp_path, files)
+    whole, capped = load_corpus(root), load_corpus(root, max_bytes=1000)
+    size = sum(document.num_bytes for document in capped.train)
+    assert 1000 - 16 <= size <= 1000
+    assert [d.text for d in capped.train[:-1]] == [d.text for d in whole.train[: len(capped.train) - 1]]
+    assert capped.train[-1].text.endswith("line\n")
+    share = size / sum(document.num_bytes for document in whole.train)
+    held_out = sum(d.num_bytes for d in capped.validation) / sum(d.num_bytes for d in whole.validation)
+    assert abs(held_out - share) < 0.02
+    assert load_corpus(root, max_bytes=10**9) == whole
+    assert take_bytes([Document("é", "é" * 10)], 5)[0].text == "éé"
+    with pytest.raises(UserError, match="max_bytes"):
+        take_bytes(whole.train, 0)
+
+
+@pytest.fixture
+def tiny_library(tmp_path, monkeypatch):
+    """A standard library in miniature."""
+    filler = "".join(f"value_{n} = {n}\n" for n in range(40))
+    files = {
+        f"mod{n}.py": f'"""Module {n} tells of things. {"word " * 50}"""\n\n\ndef f():\n'
+        f'    """Do {n}."""\n    return {n}\n\n\n{filler}'
+        for n in range(30)
+    }
+    files |= dict.fromkeys(("test/test_x.py", "site-packages/third.py", "lib2to3/grammar.py"), filler)
+    write(tmp_path, files | {"latin.py": b"# caf\xe9\n" * 50, "old.py": "print 'no longer Python'\n" * 20})
+    monkeypatch.setattr(python_library.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    python_library.load_python_library.cache_clear()
+    yield tmp_path
+    python_library.load_python_library.cache_clear()
+
+
+def test_the_python_library_alternates_prose_and_code(tiny_library):
+    corpus = load_corpus("python")
+    assert [d.name.startswith("code/") for d in corpus.train[:20]] == [False, True] * 10
+    assert {d.group for d in corpus.train}.isdisjoint(d.group for d in corpus.validation)
+    texts = {document.name: document.text for document in corpus.train + corpus.validation}
+    modules = {name.split("/", 1)[1] for name in texts if not name.startswith("topics/")}
+    assert modules == {f"mod{n}.py" for n in range(30)}
+    assert "f\n\nDo 7." in texts["docstrings/mod7.py"]
+    assert "Module 7 tells" not in texts["code/mod7.py"]
+    assert "    return 7\n" in texts["code/mod7.py"]
+    sides = {("train", d.text) for d in corpus.train} | {("validation", d.text) for d in corpus.validation}
+    assert set(read("python")[0]) == sides
+
+
+def test_a_python_without_topics_or_sources(tiny_library, monkeypatch):
+    monkeypatch.setattr(python_library, "_topics", list)
+    assert all(not d.name.startswith("topics/") for d in load_corpus("python").train)
+    monkeypatch.setattr(python_library.sysconfig, "get_paths", lambda: {"stdlib": str(tiny_library / "test")})
+    (tiny_library / "test" / "test_x.py").unlink()
+    python_library.load_python_library.cache_clear()
+    with pytest.raises(UserError, match="no Python sources"):
+        load_corpus("python")
+
+
+def test_the_real_library_is_prose_and_code_within_the_default_cap():
+    corpus = load_corpus("python")
+    assert corpus.description().startswith("python: train ")
+    size = sum(document.num_bytes for document in corpus.train)
+    assert 1_000_000 < size <= corpus_module.PYTHON_BYTES
+    assert {"docstrings/argparse.py", "code/argparse.py"} <= {d.name for d in corpus.train + corpus.validation}
+    assert not any("/test/" in d.name or "site-packages" in d.name for d in corpus.train)

@@ -5,7 +5,7 @@ import pytest
 import torch
 from tiny_models import tiny_lm
 
-from diff_transformer.data import RecallTask, recall_vocabulary
+from diff_transformer.data.kv_recall_task import RecallTask, recall_vocabulary
 from diff_transformer.evals.kv_recall import evaluate_recall
 
 VOCABULARY = recall_vocabulary(np.arange(100), 20)

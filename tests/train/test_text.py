@@ -5,11 +5,13 @@ import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
-from diff_transformer.data import Document, Filler, cache
+from diff_transformer.data import cache
+from diff_transformer.data.documents import Document
+from diff_transformer.data.filler import Filler
 from diff_transformer.data.mixture import WeightedCorpora
 from diff_transformer.data.prepare import PrepareConfig, prepare
-from diff_transformer.data.prepared import LongDocuments, PreparedCorpus
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
+from diff_transformer.data.tokens import LongDocuments, PreparedCorpus
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train

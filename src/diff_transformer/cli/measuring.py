@@ -44,7 +44,7 @@ def evaluate(
     limit: Annotated[int | None, typer.Option(help="Most samples in each part of an experiment.")] = None,
     corpus: Annotated[
         str | None,
-        typer.Option(help='Text: "python", a file, a folder or an archive.'),
+        typer.Option(help='Text: "python", a file or a folder of text, JSON lines or parquet.'),
     ] = None,
     data: Annotated[str | None, typer.Option(help="Labelled data: a file, hub:NAME, or the offline default.")] = None,
     split: Annotated[

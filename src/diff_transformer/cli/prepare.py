@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.cli.app import bytes_done
-from diff_transformer.data.datatrove_tasks import LOGS, Engine
-from diff_transformer.data.prepare import PrepareConfig, prepare
-from diff_transformer.data.prepared_folder import read_plan, repair_command, verify
+from diff_transformer.data.prepare import Engine, PrepareConfig, prepare, totals
 from diff_transformer.data.sources import SPLITS
+from diff_transformer.data.tokens import is_prepared, read_plan, read_records, repair_command, verify
 from diff_transformer.errors import UserError
 
 
@@ -27,55 +25,63 @@ def run_prepare(
         engine: as ``prepare``; shows no progress.
 
     Raises:
-        ValueError: no sources and no preparation to continue; and as ``prepare``.
+        UserError: no sources and no preparation to continue; a side without a document; and as ``prepare``.
     """
     given = {key: value for key, value in settings.items() if value is not None}
-    config = PrepareConfig(tuple(map(_absolute, sources)), **given) if sources else _planned(out, given)
-    if engine is not None:
-        print(f"tasks run on {engine.kind}; logs: {out / LOGS}")
+    if sources:
+        config = PrepareConfig(tuple(map(_absolute, sources)), **given)
+    elif is_prepared(out):
+        before: dict[str, Any] = read_plan(out)["settings"]
+        before |= {name: tuple(before[name]) for name in ("sources", "filters")}
+        config = PrepareConfig(**(before | given))
+    else:
+        raise UserError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
     with nullcontext(lambda read, total: None) if engine is not None else bytes_done("tokenising") as show:
-        manifest = prepare(config, out, resume=resume, progress=show, engine=engine)
-    if manifest is None:
-        print(f"{'scripts of the jobs' if engine and engine.dry_run else 'submitted; logs'}: {out / LOGS}")
+        prepare(config, out, resume=resume, progress=show, engine=engine)
+    if None in read_records(out):
+        print(f"submitted; logs: {out / 'logs'}")
         return
-    print(describe(manifest))
+    print(describe(out))
     print(f"prepared: {out}; to train on it:")
-    print(f"diff-transformer train --recipe novels --set data.corpus={out} --out RUN")
+    print(f"diff-transformer train --set data.corpus={out} --out RUN")
 
 
 def run_verify(folder: Path) -> None:
     """Check every file of a prepared folder.
 
     Raises:
-        ValueError: if something is wrong, with the list of problems and the command that repairs the folder.
+        UserError: if something is wrong, with the list of problems and the command that repairs the folder.
     """
     if problems := verify(folder):
         listed = "\n  ".join(problems)
-        raise UserError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
+        raise UserError(
+            f"{folder} is damaged:\n  {listed}\nDelete what has changed, and repair it with `{repair_command(folder)}`"
+        )
     print(f"every file of {folder} is as it was written")
 
 
-def describe(manifest: dict[str, Any]) -> str:
-    """A summary of a prepared folder: tokens, documents, shards and tokenizer, a line each."""
-    lines = []
+def describe(folder: Path) -> str:
+    """A summary of a prepared folder: tokens, documents and tokenizer, a line each.
+
+    Raises:
+        UserError: for a side without a document.
+    """
+    sums, plan, lines = totals(folder), read_plan(folder), []
+    left_out = ", ".join(f"{count:,} {kind}" for kind, count in sums["left_out"].items() if count)
     for side in SPLITS:
-        part = manifest[side]
+        part = sums[side]
+        if not part["documents"]:
+            raise UserError(
+                f"the {side} side has no document ({left_out or 'none'} left out); give more text, a larger "
+                "--validation, or folders train/ and val/, and another --out"
+            )
         counts = f"{part['tokens']:,} tokens of {part['documents']:,} documents"
         lines.append(f"{side}: {counts}, {part['text_bytes']:,} bytes of text")
-    left_out = {kind: count for kind, count in manifest["left_out"].items() if count}
     if left_out:
-        lines.append("left out: " + ", ".join(f"{count:,} {kind}" for kind, count in left_out.items()))
-    tokenizer = manifest["tokenizer"]
-    lines.append(f"tokenizer: {tokenizer['size']:,} tokens, hash {tokenizer['hash']}; {manifest['dtype'][1:]} a token")
+        lines.append(f"left out: {left_out}")
+    tokenizer = plan["tokenizer"]
+    lines.append(f"tokenizer: {tokenizer['size']:,} tokens, hash {tokenizer['hash']}; {plan['dtype'][1:]} a token")
     return "\n".join(lines)
-
-
-def _planned(out: Path, given: dict[str, Any]) -> PrepareConfig:
-    """The config of the preparation in ``out``, with what is given."""
-    plan = read_plan(out)
-    if plan is None:
-        raise UserError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
-    return dataclasses.replace(PrepareConfig.from_dict(plan["settings"]), **given)
 
 
 def _absolute(source: str) -> str:

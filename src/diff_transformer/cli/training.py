@@ -123,12 +123,10 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 def prepare(
     sources: Annotated[
         list[str] | None,
-        typer.Argument(help='"python", text, .jsonl[.gz|.zst], .parquet, a folder of them, hub:NAME.'),
+        typer.Argument(help='"python", text, JSON lines, .parquet, also compressed, a folder of them, hub:NAME.'),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the tokens; must be new.")] = None,
-    tokenizer: Annotated[
-        str | None, typer.Option(help="bpe (default), bytes, cl100k, a .tiktoken file, a folder or hub name.")
-    ] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="bpe (default), bytes, cl100k, a folder or hub name.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
     field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
     validation: Annotated[float | None, typer.Option(help="Held-out share of documents; 0.01 by default.")] = None,
@@ -145,13 +143,12 @@ def prepare(
     address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster of --engine ray.")] = None,
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit of a Slurm job, HH:MM:SS.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only write the scripts of --engine slurm.")] = False,
     resume: Resume = False,
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size into files that training maps into memory. --resume continues, and repairs."""
+    from diff_transformer.checks import require_extra
     from diff_transformer.cli.prepare import run_prepare, run_verify
-    from diff_transformer.data.datatrove_tasks import Engine
 
     quiet()
     if verify is not None:
@@ -163,9 +160,7 @@ def prepare(
         raise UserError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
         raise UserError("no folder to write to; give --out FOLDER")
-    options = {"jobs": jobs, "address": address, "partition": partition, "time": time, "dry_run": dry_run}
-    if engine is None and any(options.values()):
-        raise UserError("--jobs, --address, --partition, --time and --dry-run are options of --engine; give it too")
+    options = {"jobs": jobs, "address": address, "partition": partition, "time": time}
     settings = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
@@ -176,8 +171,15 @@ def prepare(
         "dedup": dedup,
         "filters": filters and tuple(name.strip() for name in filters.split(",")),
     }
-    chosen = None if engine is None else Engine(engine, **options)
-    with resumable(out, lambda: any(out.glob("tasks/*.json"))):
+    chosen = None
+    if engine is not None:
+        require_extra("prepare", "--engine", "datatrove", "dill")
+        from diff_transformer.data.pipeline import Engine
+
+        chosen = Engine(engine, **options)
+    elif any(options.values()):
+        raise UserError("--jobs, --address, --partition and --time are options of --engine; give it too")
+    with resumable(out, lambda: any(out.glob("shards/*.json"))):
         run_prepare(sources or [], out, settings, resume=resume, engine=chosen)
 
 
@@ -187,7 +189,7 @@ def study(
         str, typer.Argument(help="Python file of a plan; in a clone also a folder of figures/ that has one, as recall.")
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
-    corpus: Annotated[str, typer.Option(help='Text: "python", a file, a folder, an archive.')] = "python",
+    corpus: Annotated[str, typer.Option(help='Text: "python", a file or a folder of text, JSON lines or parquet.')] = "python",
     assignments: Set = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this many minutes; the same command continues.")

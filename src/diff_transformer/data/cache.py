@@ -6,14 +6,11 @@ written atomically, so any number of processes may use the cache at a time. Abov
 are removed.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
-from typing import IO
 
 import numpy as np
 
@@ -23,78 +20,41 @@ MIN_CHARACTERS = 1_000_000  # a smaller corpus is tokenised faster than looked u
 MAX_BYTES = 4 << 30
 
 
-def folder() -> Path | None:
-    """The folder of the cache; None if nothing is cached."""
-    chosen = os.environ.get("DIFF_TRANSFORMER_CORPORA")
-    if chosen is not None:
-        return Path(chosen) if chosen else None
-    return cache_folder() / "corpora"
-
-
-def fingerprint(texts: Iterable[str], *more: object, least: int | None = None) -> str | None:
-    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``.
-
-    None for texts of fewer characters than ``least``, by default ``MIN_CHARACTERS``.
-    """
+def fingerprint(texts: Iterable[str], *more: object, least: int = MIN_CHARACTERS) -> str | None:
+    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``; None below ``least`` characters."""
     digest, characters = hashlib.blake2b(repr(more).encode(), digest_size=16), 0
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         digest.update(b"%d " % len(data))
         digest.update(data)
         characters += len(text)
-    return digest.hexdigest() if characters >= (MIN_CHARACTERS if least is None else least) else None
+    return digest.hexdigest() if characters >= least else None
 
 
-def kept_array(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
+def cached(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
     """The array cached under ``key``, mapped into memory; if there is none, the result of ``make``, which is cached."""
-    path = _path(key, ".npy")
-    if path is None:
+    chosen = os.environ.get("DIFF_TRANSFORMER_CORPORA")
+    folder = cache_folder() / "corpora" if chosen is None else Path(chosen)
+    if key is None or chosen == "":
         return make()
+    path = folder / f"{key}.npy"
     try:
         os.utime(path)
         return np.load(path, mmap_mode="r")
-    except (OSError, ValueError, EOFError):  # none, or what a power cut left of one
+    except (OSError, ValueError, EOFError):  # none, or one that a power cut left in part
         array = make()
-        _keep(path, lambda file: np.save(file, array))
-        return array
-
-
-def kept_text(key: str | None, make: Callable[[], str]) -> str:
-    """As ``kept_array``, for a text."""
-    path = _path(key, ".json")
-    if path is None:
-        return make()
-    try:
-        os.utime(path)
-        text = path.read_text(encoding="utf-8")
-    except (OSError, ValueError):
-        text = ""
-    if not text:  # none, or what a power cut left of one
-        text = make()
-        _keep(path, lambda file: file.write(text.encode()))
-    return text
-
-
-def _path(key: str | None, suffix: str) -> Path | None:
-    place = folder()
-    return None if key is None or place is None else place / f"{key}{suffix}"
-
-
-def _keep(path: Path, write: Callable[[IO[bytes]], object]) -> None:
-    """Write a file of the cache; ignore errors of the disk."""
     with suppress(OSError):
-        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         with replacing(path, flush=False, unique=True) as partial, partial.open("wb") as file:
-            write(file)
-        _forget(path.parent, path)
+            np.save(file, array)
+        _forget(folder)
+    return array
 
 
-def _forget(place: Path, newest: Path) -> None:
-    found = [(path.stat().st_mtime, path.stat().st_size, path) for path in place.iterdir() if path.is_file()]
-    total = sum(size for _, size, _ in found)
-    for _, size, path in sorted(found):
-        if total <= MAX_BYTES:
-            return
-        if path != newest:
+def _forget(folder: Path) -> None:
+    """Remove the least recently used files above ``MAX_BYTES``."""
+    left = MAX_BYTES
+    for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime):
+        left -= path.stat().st_size
+        if left < 0:
             path.unlink(missing_ok=True)
-            total -= size

@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diff_transformer.data.answer_rows import AnswerRows, Made
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.needles import NEEDLE, completion, draw_facts, question
+from diff_transformer.data.mixture import IGNORED
+from diff_transformer.data.needles import completion, draw_facts, needle, question
 from diff_transformer.data.seeding import evaluation_rng, training_rng
-from diff_transformer.data.tokenizer import encode
+from diff_transformer.data.tokenizer import encode, ids_in_rows
 from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ _ROWS_CHECKED = 4
 _DRAWS = 64
 
 
-class NeedleSource(AnswerRows):
+class NeedleSource:
     """Rows that are documents with needles, questions about them, and answers. Row i is a pure function of (seed, i).
 
     Each city is asked for at most once, so that every answer has to come from its needle. The filler is chosen so that
@@ -41,7 +41,7 @@ class NeedleSource(AnswerRows):
         held_out: rows that no source for training has.
 
     Raises:
-        ValueError: for a tokenizer whose tokens cross the places where needles are inserted, for a ``length`` that is
+        UserError: for a tokenizer whose tokens cross the places where needles are inserted, for a ``length`` that is
             too short, and for numbers that do not fit together.
     """
 
@@ -67,7 +67,9 @@ class NeedleSource(AnswerRows):
             raise UserError(f"questions_per_document must be at least 1, got {questions_per_document}")
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
-        super().__init__(tokenizer, length=length, seed=seed, answer_loss_only=answer_loss_only)
+        self.tokenizer, self.length, self.seed, self.answer_loss_only = tokenizer, length, seed, answer_loss_only
+        pad = tokenizer.pad_token_id  # which a model need not embed, if it lies beyond all ids of text
+        self._pad = pad if pad is not None and pad < ids_in_rows(tokenizer) else tokenizer.eos_token_id
         self.filler = filler
         self.needles = tuple(needles)
         self.queries = tuple(queries)
@@ -79,13 +81,24 @@ class NeedleSource(AnswerRows):
         self._check_length()
         self._check_splicing()
 
-    def _row(self, index: int) -> Made:
-        """A row of ``length`` tokens or a few less."""
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
+        ids = np.full((count, self.length), self._pad, dtype=np.int64)
+        labels = np.full_like(ids, IGNORED)
+        for row in range(count):
+            tokens, answers = self._row(first + row)
+            ids[row, : len(tokens)] = tokens
+            for start, end in answers if self.answer_loss_only else [(0, len(tokens))]:
+                labels[row, start:end] = ids[row, start:end]
+        return ids, labels
+
+    def _row(self, index: int) -> tuple[np.ndarray, list[tuple[int, int]]]:
+        """The tokens of a row, ``length`` or a few less, and the span of each answer."""
         rng = self._rng(self.seed, "needles", index)
         count = self.needles[rng.integers(len(self.needles))]
         for _ in range(_DRAWS):
             cities, numbers = draw_facts(rng, count, self.digits)
-            sentences = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
+            sentences = [self._ids(needle(city, number)) for city, number in zip(cities, numbers, strict=True)]
             needle_tokens = sum(map(len, sentences))
             exchanges = self._exchanges(rng, cities, numbers, self.length - needle_tokens - 1)
             budget = self.length - needle_tokens - 1 - sum(len(asked) + len(answer) for asked, answer in exchanges)
@@ -124,7 +137,7 @@ class NeedleSource(AnswerRows):
                 break
             count = possible[rng.integers(len(possible))]
             asked = slice(next_city, next_city + count)
-            exchange = self._question(cities[asked]), self._completion(cities[asked], numbers[asked])
+            exchange = self._ids(question(cities[asked])), self._ids(completion(cities[asked], numbers[asked]))
             room -= len(exchange[0]) + len(exchange[1])
             if exchanges and room < _MIN_FILLER_SHARE * self.length:
                 break
@@ -132,23 +145,14 @@ class NeedleSource(AnswerRows):
             next_city += count
         return exchanges
 
-    def _needle(self, city: str, number: str) -> list[int]:
-        return self._ids(NEEDLE.format(city=city, number=number))
-
-    def _question(self, cities: list[str]) -> list[int]:
-        return self._ids(question(cities))
-
-    def _completion(self, cities: list[str], numbers: list[str]) -> list[int]:
-        return self._ids(completion(cities, numbers))
-
     def _ids(self, text: str) -> list[int]:
         """The tokens of ``text``, joined from its words; each distinct word is tokenised once."""
-        found = []
+        ids = []
         for part in text.replace(" ", "\0 ").split("\0"):
             if part not in self._pieces:
                 self._pieces[part] = encode(self.tokenizer, part).tolist()
-            found += self._pieces[part]
-        return found
+            ids += self._pieces[part]
+        return ids
 
     def _check_length(self) -> None:
         """Check that half of the largest documents fit; ``_row`` draws again for those that do not."""
@@ -156,8 +160,8 @@ class NeedleSource(AnswerRows):
         needed = []
         for draw in range(_DRAWS):
             cities, numbers = draw_facts(training_rng(self.seed, "length", draw), count, self.digits)
-            parts = [self._needle(city, number) for city, number in zip(cities, numbers, strict=True)]
-            parts += [self._question(cities[:asked]), self._completion(cities[:asked], numbers[:asked])]
+            parts = [self._ids(needle(city, number)) for city, number in zip(cities, numbers, strict=True)]
+            parts += [self._ids(question(cities[:asked])), self._ids(completion(cities[:asked], numbers[:asked]))]
             needed.append(sum(map(len, parts)) + 1)
         typical = int(np.median(needed))
         if self.length < typical:

@@ -46,7 +46,6 @@ Vancouver Varna Venice Verona Vienna Vigo Vilnius Warsaw Wuhan Xian Yerevan Yoko
 """
 CITIES: tuple[str, ...] = tuple(_CITY_NAMES.split())
 _CITIES_AND_NUMBERS = re.compile(rf"\b(?:{'|'.join(CITIES)})\b|[0-9]+", re.IGNORECASE)
-NEEDLE = " The magic number of {city} is {number}."
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FITTING_ATTEMPTS = 8
 
@@ -75,6 +74,11 @@ class NeedleExample:
 
 
 Frame = Callable[[str, Sequence[str]], str]  # (context, cities asked for) -> the whole prompt
+
+
+def needle(city: str, number: str) -> str:
+    """The sentence that assigns a number to a city, with a space before it."""
+    return f" The magic number of {city} is {number}."
 
 
 def question(cities: Sequence[str]) -> str:
@@ -106,7 +110,7 @@ def needle_texts(count: int, seed: int = 0) -> Iterator[str]:
     """
     for index in range(count):
         cities, numbers = draw_facts(training_rng(seed, "needle texts", index), 1 + index % 2, 2)
-        facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
+        facts = [needle(city, number) for city, number in zip(cities, numbers, strict=True)]
         yield "".join(facts) + question(cities) + completion(cities, numbers)
 
 
@@ -187,7 +191,7 @@ def least_length(
 ) -> int:
     """The smallest ``length`` that :func:`make_needle_example` accepts with this ``rng`` and a depth, in tokens."""
     cities, numbers = draw_facts(rng, needles, digits)
-    facts = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
+    facts = [needle(city, number) for city, number in zip(cities, numbers, strict=True)]
     return len(encode(tokenizer, frame("", cities[:queries]), special=special)) + sum(
         map(len, encode_inside(tokenizer, facts))
     )
@@ -230,7 +234,7 @@ def make_needle_example(
         raise UserError(f"depth must lie between 0 (start of the context) and 1 (its end), got {depth}")
     cities, numbers = draw_facts(rng, needles, digits)  # the first R are asked for
     depth = float(rng.random()) if depth is None else depth
-    sentences = [NEEDLE.format(city=city, number=number) for city, number in zip(cities, numbers, strict=True)]
+    sentences = [needle(city, number) for city, number in zip(cities, numbers, strict=True)]
     sizes = list(map(len, encode_inside(tokenizer, sentences)))
     asked_size = len(encode(tokenizer, frame("", cities[:queries]), special=special))
     room = length - sum(sizes) - asked_size

@@ -1,4 +1,4 @@
-"""The texts of files, folders, data sets and the Python library, one after another, each on its side of the split."""
+"""Texts of files, folders, data sets of the hub and the Python library, each on its side of the split."""
 
 from __future__ import annotations
 
@@ -15,28 +15,24 @@ from pathlib import Path, PurePosixPath
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl
 
-from diff_transformer.checks import first_line, require_regular
-from diff_transformer.data.documents import (
-    ARCHIVE_SUFFIXES,
-    TEXT_SUFFIXES,
-    VALIDATION_FOLDERS,
-    Document,
-    decoded,
-    hash_of_name,
-    held_out_split,
-    without_common_folders,
-)
+from diff_transformer.checks import first_line, require_extra
+from diff_transformer.data.documents import decoded, hash_of_name, held_out_groups
 from diff_transformer.errors import UserError
 
 SPLITS = ("train", "validation")
-PACKED = ("", ".gz", ".zst", ".bz2", ".xz")
-JSON_SUFFIXES = tuple(kind + packed for kind in (".jsonl", ".ndjson") for packed in PACKED)
+TEXT_SUFFIXES = (
+    ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
+    ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql",
+)  # fmt: skip
+LINES_SUFFIXES = (".jsonl", ".ndjson")
+PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+ARCHIVE_SUFFIXES = (".tar", ".tgz", ".txz", ".zip", ".7z")
+VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
 HUB_OPTIONS = ("config", "split", "revision")
 ACCEPTED = (
-    "'python', a text file, JSON lines (.jsonl, also .gz, .zst, .bz2, .xz), a .parquet file, a folder of these, or "
-    "hub:NAME[?config=...&split=...&revision=...]"
+    "'python', a text file, JSON lines (.jsonl), a .parquet file, a folder of these, or "
+    "hub:NAME[?config=...&split=...&revision=...]; text and JSON lines may be compressed (.gz, .zst, .bz2, .xz)"
 )
-_PARQUET_ROWS = 256
 
 
 @dataclass(frozen=True)
@@ -60,21 +56,20 @@ def find_sources(names: Sequence[str], share: float) -> list[Source]:
     a single text, the end. Rows of JSON lines, parquet and data sets are held out one by one, by a hash of their text.
 
     Raises:
-        FileNotFoundError: for a path that does not exist.
-        ValueError: for no source, or one that holds nothing that is read.
+        UserError: for no source, a path that does not exist, or one that holds nothing that is read.
     """
     if not names:
         raise UserError(f"no source of text; give {ACCEPTED}")
-    found = [source for name in names for source in _find(name)]
-    undecided = [i for i, source in enumerate(found) if source.kind == "text" and source.split is None]
-    if len(found) == len(undecided) == 1:
-        return [replace(found[0], split="tail")]
-    paths = without_common_folders([found[i].path for i in undecided])
-    documents = [Document(path, "") for path, i in zip(paths, undecided, strict=True) if found[i].size]
-    held_out = {x.name for x in held_out_split(documents, share)[1]} if len({x.name for x in documents}) > 1 else set()
+    sources = [source for name in names for source in _find(name)]
+    undecided = [i for i, source in enumerate(sources) if source.kind == "text" and source.split is None]
+    if len(sources) == len(undecided) == 1:
+        return [replace(sources[0], split="tail")]
+    paths = without_common_folders([sources[i].path for i in undecided])
+    filled = {path for path, i in zip(paths, undecided, strict=True) if sources[i].size}
+    held_out = held_out_groups(filled, share) if len(filled) > 1 else set()
     for path, i in zip(paths, undecided, strict=True):
-        found[i] = replace(found[i], split="validation" if path in held_out else "train")
-    return found
+        sources[i] = replace(sources[i], split="validation" if path in held_out else "train")
+    return sources
 
 
 def _find(name: str) -> list[Source]:
@@ -86,46 +81,38 @@ def _find(name: str) -> list[Source]:
     path = Path(name).absolute()
     if not path.exists():
         raise UserError(f"source {name!r} does not exist; give {ACCEPTED}")
-    require_regular(path)
-    if path.name.lower().endswith(ARCHIVE_SUFFIXES):
+    if any(suffix.lower() in ARCHIVE_SUFFIXES for suffix in path.suffixes[-2:]):
         raise UserError(f"source {name!r} is an archive; unpack it (tar xf {name}) and give the folder")
     if path.is_dir():
-        found = with_folder_splits(path, [(p, kind) for p in files_of(path) if (kind := kind_of(p.name))])
+        sources = _with_folder_splits(path, [(p, kind) for p in _files_of(path) if (kind := kind_of(p.name))])
     else:
         kind = kind_of(path.name) or ("text" if not path.suffix else None)
-        found = [Source(str(path), kind, path.stat().st_size)] if kind else []
-    if not found:
+        sources = [Source(str(path), kind, path.stat().st_size)] if kind and path.is_file() else []
+    if not sources:
         raise UserError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
-    return found
+    return sources
 
 
-def files_of(root: Path) -> Iterator[Path]:
-    """The files below a folder in the order of their names, without hidden ones.
-
-    Raises:
-        ValueError: for a pipe or a device among them.
-    """
+def _files_of(root: Path) -> Iterator[Path]:
+    """The regular files below a folder in the order of their names, without hidden ones."""
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        for name in sorted(names):
-            if not name.startswith("."):
-                path = Path(folder) / name
-                if kind_of(name):
-                    require_regular(path)
-                yield path
+        paths = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+        yield from (path for path in paths if path.is_file())
 
 
 def kind_of(name: str) -> str | None:
     """How a file with this name is read, or None if it is not."""
-    name = name.lower()
-    if name.endswith(JSON_SUFFIXES):
+    path = PurePosixPath(name.lower())
+    suffix = PurePosixPath(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
+    if suffix in LINES_SUFFIXES:
         return "lines"
-    if name.endswith(".parquet"):
+    if path.suffix == ".parquet":
         return "parquet"
-    return "text" if PurePosixPath(name).suffix in TEXT_SUFFIXES else None
+    return "text" if suffix in TEXT_SUFFIXES else None
 
 
-def with_folder_splits(root: Path, files: Sequence[tuple[Path, str]]) -> list[Source]:
+def _with_folder_splits(root: Path, files: Sequence[tuple[Path, str]]) -> list[Source]:
     """The sources of a folder; those in ``train/`` and ``val/`` know their split."""
     names = without_common_folders([path.relative_to(root).as_posix() for path, _ in files])
     tops = [name.split("/")[0] if "/" in name else "" for name in names]
@@ -136,6 +123,17 @@ def with_folder_splits(root: Path, files: Sequence[tuple[Path, str]]) -> list[So
         for (path, kind), top in zip(files, tops, strict=True)
         if splits is None or top in splits
     ]
+
+
+def without_common_folders(names: Sequence[str]) -> list[str]:
+    """``names`` without the leading folders that all of them share; ``train/`` and ``val/`` stay."""
+    split = [PurePosixPath(name).parts for name in names]
+    depth = 0
+    while all(len(parts) > depth + 1 for parts in split) and len({parts[depth] for parts in split}) == 1:
+        if split[0][depth] in {"train", *VALIDATION_FOLDERS}:
+            break
+        depth += 1
+    return ["/".join(parts[depth:]) for parts in split]
 
 
 def hub_query(name: str) -> tuple[str, dict[str, str]]:
@@ -163,7 +161,7 @@ class Reader:
         self,
         field: str,
         share: float,
-        skip_invalid: bool,
+        skip_invalid: bool = False,
         part: tuple[int, int] = (0, 1),
         progress: Callable[[int], object] = lambda read: None,
     ):
@@ -174,34 +172,38 @@ class Reader:
         """The texts of a source, with their sides.
 
         Raises:
-            ValueError: for a file that cannot be read or a row without a text; the message names it.
+            UserError: for a file that cannot be read or a row without a text; the message names it.
         """
         if source.kind == "python":
             from diff_transformer.data.python_library import load_python_library
 
             corpus = load_python_library()
-            pairs = [(split, d.text) for split in SPLITS for d in getattr(corpus, split)]
-        elif source.kind == "text":
-            pairs = self._file(source)
-            self.progress(source.size)
+            pairs = ((split, d.text) for split in SPLITS for d in getattr(corpus, split))
         else:
-            pairs = self._rows(source)
+            pairs = self._file(source) if source.kind == "text" else self._rows(source)
         for split, text in pairs:
             if text.strip():
                 yield split, text
             else:
                 self.left_out["blank"] += 1
 
-    def _file(self, source: Source) -> list[tuple[str, str]]:
-        text = decoded(source.path, Path(source.path).read_bytes())
+    def _file(self, source: Source) -> Iterator[tuple[str, str]]:
+        try:
+            with open(source.path, "rb") as raw:
+                data = _unpacked(raw, source.path).read()
+        except Exception as error:  # each compression library raises its own errors
+            raise UserError(f"{source.path} cannot be read ({first_line(error)})") from error
+        text = decoded(source.path, data)
+        self.progress(source.size)
         if source.split != "tail":
-            return [(source.split or "train", text)]
+            yield source.split or "train", text
+            return
         wanted = round(len(text) * (1 - self.share))
         cut = text.rfind("\n", 0, wanted) + 1 or wanted
-        return [("train", text[:cut]), ("validation", text[cut:])]
+        yield from (("train", text[:cut]), ("validation", text[cut:]))
 
     def _rows(self, source: Source) -> Iterator[tuple[str, str]]:
-        rows = {"lines": self._lines, "parquet": self._parquet, "hub": self._hub}[source.kind](source.path)
+        rows = self._lines(source.path) if source.kind == "lines" else self._dataset(source)
         done = 0
         for number, (row, position) in enumerate(rows, start=1):
             reason = self._invalid(row)
@@ -214,11 +216,12 @@ class Reader:
                 raise UserError(f"{source.path}, row {number} {reason}; or leave such rows out (--skip-invalid)")
             self.progress(position - done)
             done = position
+        self.progress(source.size - done)
 
     def _invalid(self, row: Any) -> str | None:
         """The reason why a row is no text, or None."""
-        if isinstance(row, ValueError):
-            return f"is not JSON in UTF-8 ({row})"
+        if isinstance(row, Exception):
+            return f"is not JSON in UTF-8 ({first_line(row)})"
         if not isinstance(row, dict):
             return f"holds a {type(row).__name__}, not an object"
         if self.field not in row:
@@ -226,67 +229,54 @@ class Reader:
         text = row[self.field]
         if not isinstance(text, str):
             return f"has a {type(text).__name__} in {self.field!r}, not a text; give --field"
-        return None if text.isascii() or _is_unicode(text) else "holds half of a surrogate pair"
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return "holds half of a surrogate pair"
+        return None
 
     def _lines(self, path: str) -> Iterator[tuple[Any, int]]:
+        """The value of each line, or its error, and the bytes of the file that were read."""
+        number = 0
         with open(path, "rb") as raw:
-            lines, number = iter(_unpacked(raw, Path(path).suffix.lower())), 0
-            while True:
-                try:
-                    line = next(lines, None)
-                except Exception as error:  # each compression library raises its own errors
-                    raise UserError(f"{path} cannot be unpacked after line {number} ({error})") from error
-                if line is None:
-                    return
-                number += 1
-                if line.strip():
-                    yield _parsed(line), raw.tell()
+            try:
+                for number, line in enumerate(_unpacked(raw, path), start=1):  # noqa: B007
+                    if line.strip():
+                        yield _parsed(line), raw.tell()
+            except Exception as error:  # each compression library raises its own errors
+                raise UserError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
 
-    def _parquet(self, path: str) -> Iterator[tuple[Any, int]]:
-        try:
-            import pyarrow
-            from pyarrow.parquet import ParquetFile
-        except ImportError:
-            raise UserError("reading .parquet needs pyarrow; pip install 'diff-transformer[data]'") from None
-        size, done = os.path.getsize(path), 0
-        try:
-            with ParquetFile(path) as file:
-                columns = [self.field] if self.field in file.schema_arrow.names else None
-                for batch in file.iter_batches(_PARQUET_ROWS, columns=columns):
-                    for row in batch.to_pylist():
-                        done += 1
-                        yield row, size * done // file.metadata.num_rows
-        except (pyarrow.ArrowException, OSError) as error:
-            raise UserError(f"{path} cannot be read as parquet after row {done} ({error})") from error
+    def _dataset(self, source: Source) -> Iterator[tuple[Any, int]]:
+        """The rows of a parquet file or of a data set of the hub, streamed."""
+        require_extra("data", f"reading {source.path}", "datasets")
+        import datasets
+        from datasets.distributed import split_dataset_by_node
 
-    def _hub(self, name: str) -> Iterator[tuple[Any, int]]:
-        repository, options = hub_query(name)
-        try:
-            import datasets
-        except ImportError:
-            raise UserError(f"reading {name} needs datasets; pip install 'diff-transformer[hub]'") from None
         number = 0
         try:
-            rows: Any = datasets.load_dataset(
-                repository, options.get("config"), split=options.get("split", "train"), streaming=True,
-                revision=options.get("revision"),
-            )  # fmt: skip
-            for number, row in enumerate(rows):
-                if number % self.part[1] == self.part[0]:
-                    yield row, 0
+            if source.kind == "parquet":
+                rows: Any = datasets.load_dataset("parquet", data_files=source.path, split="train", streaming=True)
+            else:
+                repository, options = hub_query(source.path)
+                rows = datasets.load_dataset(
+                    repository, options.get("config"), split=options.get("split", "train"),
+                    revision=options.get("revision"), streaming=True,
+                )  # fmt: skip
+                rows = split_dataset_by_node(rows, *self.part)
+            for number, row in enumerate(rows, start=1):  # noqa: B007
+                yield row, 0
         except Exception as error:  # the type depends on the library's version and on where it fails
-            raise UserError(
-                f"{name} cannot be streamed after row {number} ({type(error).__name__}: {first_line(error)}); connect "
-                "this machine and continue with --resume, or give the text as local files"
-            ) from error
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{source.path} cannot be read after row {number} ({reason})") from error
 
 
-def _unpacked(raw: BinaryIO, suffix: str) -> Any:
+def _unpacked(raw: BinaryIO, path: str) -> Any:
+    """The content of a file, decompressed by the ending of its name."""
+    suffix = Path(path).suffix.lower()
     if suffix == ".zst":
-        try:
-            import zstandard
-        except ImportError:
-            raise UserError("reading .zst needs zstandard; pip install 'diff-transformer[data]'") from None
+        require_extra("data", f"reading {path}", "zstandard")
+        import zstandard
+
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
     opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix)
     return raw if opened is None else opened(raw)
@@ -297,12 +287,4 @@ def _parsed(line: bytes) -> Any:
     try:
         return json.loads(line.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        return ValueError(first_line(error))
-
-
-def _is_unicode(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
+        return error

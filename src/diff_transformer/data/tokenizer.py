@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import tempfile
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,8 +13,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from diff_transformer.checks import first_line
-from diff_transformer.data.tiktoken_ranks import is_tiktoken, tiktoken_tokenizer
+from diff_transformer.checks import first_line, require_extra
 from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -31,6 +32,12 @@ MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
 PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
+# cl100k's pieces; tiktoken writes the pattern with possessive quantifiers.
+CL100K_PIECES = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
+
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer trained on ``texts``. Decoding the tokens of any Unicode text gives the same text.
@@ -42,7 +49,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             text) and ``<|pad|>``, the 256 bytes, and the ten digits with a space. A small corpus may give fewer.
 
     Raises:
-        ValueError: if ``vocab_size`` is below 268 or there is no text.
+        UserError: if ``vocab_size`` is below 268 or there is no text.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -93,6 +100,34 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return _wrap(backend)
 
 
+def cl100k_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the paper's 3B models (appendix C), from tiktoken's ranks: texts have the same ids.
+
+    tiktoken downloads the ranks once, or finds them in ``TIKTOKEN_CACHE_DIR``.
+
+    Raises:
+        UserError: if ``tiktoken`` is not installed, or the ranks cannot be downloaded.
+    """
+    require_extra("data", "the tokenizer cl100k", "tiktoken")
+    import tiktoken
+    from transformers.convert_slow_tokenizer import TikTokenConverter
+
+    try:
+        encoding: Any = tiktoken.get_encoding("cl100k_base")
+    except Exception as error:  # the type depends on the library's version and on where it fails
+        raise UserError(
+            f"tiktoken has no copy of cl100k_base and cannot download it ({first_line(error)}); connect this machine "
+            "once, or copy TIKTOKEN_CACHE_DIR from one that has it"
+        ) from error
+    ranks = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in encoding._mergeable_ranks.items())
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "ranks.tiktoken")
+        path.write_bytes(b"".join(ranks))
+        special = list(encoding._special_tokens)
+        converter = TikTokenConverter(str(path), pattern=CL100K_PIECES, extra_special_tokens=special)
+        return _wrap(converter.converted(), pad=END_OF_TEXT)
+
+
 def tokenizer_of(state: str) -> PreTrainedTokenizerFast:
     """A tokenizer of :func:`train_tokenizer`, from the JSON of its ``backend_tokenizer``."""
     from tokenizers import Tokenizer
@@ -104,16 +139,16 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer with a name or path.
 
     Args:
-        name_or_path: ``"bytes"``, ``"cl100k"``, a file of tiktoken ranks, a folder written by ``save_pretrained``, or a
-            name on the Hugging Face hub.
+        name_or_path: ``"bytes"``, ``"cl100k"``, a folder written by ``save_pretrained``, or a name on the Hugging Face
+            hub.
 
     Raises:
-        ValueError: if there is no such tokenizer, or it has no fast (Rust) backend.
+        UserError: if there is no such tokenizer, or it has no fast (Rust) backend.
     """
     if str(name_or_path) == "bytes":
         return byte_tokenizer()
-    if is_tiktoken(name_or_path):
-        return tiktoken_tokenizer(name_or_path)
+    if str(name_or_path) == "cl100k":
+        return cl100k_tokenizer()
     from transformers import AutoTokenizer
 
     try:
@@ -198,7 +233,7 @@ def token_spans(
     """The token spans (start, end) of character spans of ``text``: all tokens that share a character with the span.
 
     Raises:
-        ValueError: for a span that no token covers.
+        UserError: for a span that no token covers.
     """
     with _plain(require_fast(tokenizer)) as backend:
         offsets = np.array(backend.encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(-1, 2)
@@ -219,7 +254,7 @@ def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:
 
 
 def require_fast(tokenizer: object) -> Tokenizer:
-    """The Rust backend of a tokenizer, which is needed for the offsets of tokens; ValueError if it has none."""
+    """The Rust backend of a tokenizer, which is needed for the offsets of tokens; UserError if it has none."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise UserError(f"{type(tokenizer).__name__} has no fast backend; give a tokenizer saved with tokenizer.json")
@@ -245,14 +280,14 @@ def _with_spaced_digits(backend: Tokenizer, vocab_size: int) -> BPE:
     return BPE(vocab=vocab, merges=merges)
 
 
-def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
+def _wrap(backend: Tokenizer, pad: str = PAD) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=PAD,
+        pad_token=pad,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

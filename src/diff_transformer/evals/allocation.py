@@ -37,7 +37,7 @@ PARTS = ("answer", "noise")
 class Settings:
     """Settings of the experiment; the defaults are those of the paper's Table 3."""
 
-    # Text around the needles: "python", a text file, a folder or an archive.
+    # Text around the needles: "python", a text file, JSON lines, parquet or a folder.
     corpus: str = "python"
     # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
     # models held-out if that suffices, else all

@@ -32,7 +32,7 @@ _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 class Settings:
     """Gradient flow."""
 
-    # "python", a text file, a folder or a tar archive.
+    # "python", a text file, JSON lines, parquet or a folder.
     corpus: str = "python"
     # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
     # models held-out if that suffices, else all

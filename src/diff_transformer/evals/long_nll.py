@@ -32,7 +32,7 @@ BINS_PER_DOUBLING = 4
 class Settings:
     """Negative log-likelihood by position."""
 
-    # "python", a text file, a folder or a tar archive; its documents are the books.
+    # "python", a text file, JSON lines, parquet or a folder; its documents are the books.
     corpus: str = "python"
     # Documents to read: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package, which
     # may have been trained on the rest, and all for any other model

@@ -55,7 +55,7 @@ SEARCHED = 32  # tokens of an answer in which ``scoring="search"`` looks for the
 class Settings:
     """The defaults are Table 2. For Figure 5 set cells to [[8, 1]] and lengths to [8192, 16384, 32768, 65536]."""
 
-    # Text around the needles: "python", a text file, a folder or an archive.
+    # Text around the needles: "python", a text file, JSON lines, parquet or a folder.
     corpus: str = "python"
     # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
     # models held-out if that suffices, else all

@@ -30,7 +30,7 @@ _BINS = 1 << (31 - _CUT)
 class Settings:
     """Settings of the experiment; the defaults are those of the paper's Table 5 with 0.4M tokens."""
 
-    # Text: "python", a text file, a folder or an archive.
+    # Text: "python", a text file, JSON lines, parquet or a folder.
     corpus: str = "python"
     # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
     # models held-out if that suffices, else all

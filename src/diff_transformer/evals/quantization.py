@@ -50,7 +50,7 @@ class Settings:
 
     # Multiple-choice continuations: "python", a file of HellaSwag, or "hub:NAME".
     data: str = "python"
-    # Text for the loss: "python", a text file, a folder or an archive.
+    # Text for the loss: "python", a text file, JSON lines, parquet or a folder.
     corpus: str = "python"
     # Text to use: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package; for other
     # models held-out if that suffices, else all

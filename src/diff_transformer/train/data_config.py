@@ -51,7 +51,8 @@ class RecallConfig:
 class DataConfig:
     """The data of a training run."""
 
-    # "python", a file, a folder, an archive, a folder that `diff-transformer prepare` made, or "none" (recall alone)
+    # "python", a file or folder of text, JSON lines or parquet, "hub:NAME", a folder that `diff-transformer prepare`
+    # made, or "none" (recall alone)
     corpus: str = "python"
     # several prepared folders with their weights, instead of `corpus`
     corpora: Annotated[dict[str, float], _WEIGHTS] = field(default_factory=dict)

@@ -9,14 +9,21 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diff_transformer.data.cache import fingerprint, kept_array
+from diff_transformer.data.cache import cached, fingerprint
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.mixture import RowSource, WeightedCorpora, apportion
 from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards, decoded_corpus
-from diff_transformer.data.prepared_folder import is_prepared, load_prepared_tokenizer, read_manifest
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash
+from diff_transformer.data.tokens import (
+    LongDocuments,
+    PreparedCorpus,
+    Shards,
+    decoded_corpus,
+    is_prepared,
+    load_prepared_tokenizer,
+    read_plan,
+)
 from diff_transformer.errors import UserError
 from diff_transformer.train.data_config import DataConfig
 from diff_transformer.train.ranks import is_first
@@ -98,7 +105,7 @@ def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> np
     key = fingerprint(
         (document.text for document in documents), "tokens", tokenizer_hash(tokenizer), tokenizer.eos_token_id
     )
-    return kept_array(key, lambda: pack_documents(documents, tokenizer))
+    return cached(key, lambda: pack_documents(documents, tokenizer))
 
 
 def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size: int) -> Text:
@@ -131,14 +138,14 @@ def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size
 
 def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
     """The tokenizer that all folders share; it must be the one of ``data.tokenizer`` unless that is "bpe"."""
-    hashes = {name: read_manifest(name)["tokenizer"]["hash"] for name in folders}
+    hashes = {name: read_plan(name)["tokenizer"]["hash"] for name in folders}
     if len(set(hashes.values())) > 1:
         listed = ", ".join(f"{name} ({found})" for name, found in hashes.items())
         raise UserError(
             f"the folders were prepared with different tokenizers: {listed}; prepare all with one, say "
             f"`--tokenizer {folders[0]}/tokenizer`"
         )
-    ends = {name: read_manifest(name)["tokenizer"]["end_of_text"] for name in folders}
+    ends = {name: read_plan(name)["tokenizer"]["end_of_text"] for name in folders}
     if len(set(ends.values())) > 1:
         listed = ", ".join(f"{name} ({found})" for name, found in ends.items())
         raise UserError(

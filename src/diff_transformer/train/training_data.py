@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.data.cache import fingerprint, kept_text
+from diff_transformer.data.cache import MIN_CHARACTERS, cached, fingerprint
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.kv_recall_task import RecallSource, answer_labels, make_recall_batch
@@ -184,16 +184,17 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
             size += document.num_bytes
             if size > _TOKENIZER_BYTES:
                 break
-        needles, first, least = (), None, None
+        needles, first, least = (), None, MIN_CHARACTERS
         if "needles" in source_names(data):
-            needles, first = (
-                needle_texts(_TOKENIZER_NEEDLES),
-                next(needle_texts(1)),
-            )  # the first stands for their wording
+            needles, first = needle_texts(_TOKENIZER_NEEDLES), next(needle_texts(1))  # which stands for their wording
             least = 0  # they are long enough by themselves
-        key = fingerprint(texts, "tokenizer", vocab_size, first, least=least)
-        state = kept_text(key, lambda: train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str())
-        return tokenizer_of(state)
+
+        def trained() -> np.ndarray:
+            state = train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str()
+            return np.frombuffer(state.encode(), np.uint8)
+
+        state = cached(fingerprint(texts, "tokenizer", vocab_size, first, least=least), trained)
+        return tokenizer_of(state.tobytes().decode())
     tokenizer = load_tokenizer(data.tokenizer)
     size = ids_in_rows(tokenizer)
     if size > vocab_size:

@@ -91,7 +91,7 @@ def desk() -> RunConfig:
 
 
 def novels() -> RunConfig:
-    """The matched pair on a folder (or tar archive) of books, needles and recall mixed in.
+    """The matched pair on a folder of books, needles and recall mixed in.
 
     Command: ``diff-transformer compare --recipe novels --set data.corpus=FOLDER --out runs/novels``. Hardware: two CPU
     cores. Time: 17 to 26 minutes (figures/novels).

@@ -3,11 +3,12 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from diff_transformer.data import load_corpus
-from diff_transformer.data import prepared as prepared_module
+from diff_transformer.data import tokens as tokens_module
+from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.mixture import PERIOD, Mixture, WeightedCorpora
 from diff_transformer.data.prepare import PrepareConfig, prepare
-from diff_transformer.data.prepared import LongDocuments, PreparedCorpus, Shards
+from diff_transformer.data.tokens import LongDocuments, PreparedCorpus, Shards
+from diff_transformer.errors import UserError
 
 END = 256
 
@@ -36,7 +37,7 @@ def array(folder):
 
 
 def test_shards_read_like_one_array(tokens, array, monkeypatch):
-    monkeypatch.setattr(prepared_module, "_OPEN_AT_ONCE", 2)
+    monkeypatch.setattr(tokens_module, "_OPEN_AT_ONCE", 2)
     tokens = Shards(tokens.folder, "train")
     assert len(tokens) == len(array) == sum(range(2, 21)) + 19
     assert tokens.dtype == array.dtype
@@ -45,13 +46,6 @@ def test_shards_read_like_one_array(tokens, array, monkeypatch):
         np.testing.assert_array_equal(tokens[a:b], array[a:b])
     positions = np.random.default_rng(0).integers(len(array), size=(4, 33))
     np.testing.assert_array_equal(tokens[positions], array[positions])
-    assert len(tokens._maps) == 2
-    with pytest.raises(IndexError, match=f"of {len(array)} tokens"):
-        tokens[np.array([len(array)])]
-    with pytest.raises(IndexError, match="has no step"):
-        tokens[::2]
-    with pytest.raises(ValueError, match="split is 'test'; accepted: train, validation"):
-        Shards(tokens.folder, "test")
 
 
 def test_document_starts_are_those_after_an_end_of_text(tokens, array):
@@ -88,7 +82,7 @@ def test_any_process_may_ask_for_any_rows(tokens):
             parts = [mixture.batch(step, rank, world) for rank in range(world)]
             for name in ("input_ids", "labels", "source"):
                 np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), batch[name])
-    with pytest.raises(ValueError, match="a batch of 12 rows has no equal part 0 of 5"):
+    with pytest.raises(UserError, match="a batch of 12 rows has no equal part 0 of 5"):
         mixture.batch(0, 0, 5)
 
 
@@ -157,11 +151,11 @@ def test_up_sampling_where_every_document_is_long(tokens, array):
 
 
 def test_errors_of_up_sampling(tokens):
-    with pytest.raises(ValueError, match=r"no document of .* has 1000 tokens or more; set data.upsample_length lower"):
+    with pytest.raises(UserError, match=r"no document of .* has 1000 tokens or more; set data.upsample_length lower"):
         LongDocuments(tokens, 8, threshold=1000, factor=2)
-    with pytest.raises(ValueError, match="threshold 7 and factor 0 must be at least 1"):
+    with pytest.raises(UserError, match="threshold 7 and factor 0 must be at least 1"):
         LongDocuments(tokens, 8, threshold=7, factor=0)
-    with pytest.raises(ValueError, match="less than one window"):
+    with pytest.raises(UserError, match="less than one window"):
         PreparedCorpus(tokens, 1000)
 
 
@@ -200,13 +194,13 @@ def test_a_row_of_a_mixture_of_corpora_is_a_function_of_seed_and_index():
 
 def test_errors_of_weights():
     sources = {"a": Numbered(0), "b": Numbered(1)}
-    with pytest.raises(ValueError, match="the weight of b is below 1 in 10000"):
+    with pytest.raises(UserError, match="the weight of b is below 1 in 10000"):
         WeightedCorpora(sources, {"a": 1, "b": 1e-6})
-    with pytest.raises(ValueError, match="weights must be above 0"):
+    with pytest.raises(UserError, match="weights must be above 0"):
         WeightedCorpora(sources, {"a": 1, "b": 0})
-    with pytest.raises(ValueError, match="must have the same names"):
+    with pytest.raises(UserError, match="must have the same names"):
         WeightedCorpora(sources, {"a": 1})
-    with pytest.raises(ValueError, match=r"one length, got \{'a': 2, 'b': 3\}"):
+    with pytest.raises(UserError, match=r"one length, got \{'a': 2, 'b': 3\}"):
         WeightedCorpora({"a": Numbered(0), "b": Numbered(1, 3)}, {"a": 1, "b": 1})
 
 

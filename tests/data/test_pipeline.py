@@ -1,4 +1,4 @@
-"""Preparation as tasks of datatrove."""
+"""Preparation as a pipeline of datatrove."""
 
 import dataclasses
 import json
@@ -15,13 +15,13 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from diff_transformer.data.datatrove_tasks import Engine
-from diff_transformer.data.prepare import PrepareConfig, prepare
-from diff_transformer.data.prepared import Shards
-from diff_transformer.data.prepared_folder import read_manifest, verify
+from diff_transformer.data.prepare import PrepareConfig, prepare, totals
+from diff_transformer.data.tokens import Shards, read_plan, verify
 from diff_transformer.errors import UserError
 
-pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[datatrove]'")
+pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[prepare]'")
+from diff_transformer.data.pipeline import Engine, stages
+
 LOCAL = Engine("local", jobs=1)
 
 
@@ -36,9 +36,8 @@ def write_rows(folder, files=3, rows=30):
 
 def content(folder):
     """Every file with its bytes, without the bookkeeping."""
-    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
-    names = {path.relative_to(folder).as_posix(): path for path in files}
-    return {name: path.read_bytes() for name, path in names.items() if not name.startswith(("logs/", "tasks/"))}
+    names = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*") if path.is_file()}
+    return {name: path.read_bytes() for name, path in names.items() if not name.startswith(("logs/", "dedup/"))}
 
 
 def documents(folder, side):
@@ -78,7 +77,7 @@ def test_a_killed_preparation_resumes_to_the_same_bytes(tmp_path):
     command = [sys.executable, "-m", "diff_transformer", "prepare", *sources, "--tokenizer", "bytes"]
     command += ["--engine", "local", "--jobs", "2", "--out", str(tmp_path / "out")]
     running = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    records, deadline = tmp_path / "out" / "tasks", time.monotonic() + 120
+    records, deadline = tmp_path / "out" / "shards", time.monotonic() + 120
     while len([*records.glob("*.json")]) < 2 and time.monotonic() < deadline:
         time.sleep(0.01)
     with open(f"/proc/{running.pid}/task/{running.pid}/children") as file:
@@ -112,18 +111,16 @@ def test_a_damaged_shard_is_made_again(rows, tmp_path, whole):
     prepare(rows, out, engine=LOCAL, resume=True)
     assert content(out) == content(whole)
     assert (out / "shards" / "train-00000.tokens").stat().st_mtime_ns == kept
-    assert prepare(rows, out, resume=True) == read_manifest(whole)
 
 
 def test_a_row_without_text_stops_its_task_and_is_named(tmp_path):
     write_rows(tmp_path / "in", files=2)
     (tmp_path / "in" / "1.jsonl").open("a").write("not JSON\n")
     config = PrepareConfig((str(tmp_path / "in"),), tokenizer="bytes", validation=0.2)
-    with pytest.raises(ValueError, match=r"^tasks 1 of 2 failed: .*1.jsonl, row 31 is not JSON .*--skip-inv"):
+    with pytest.raises(UserError, match=r"1.jsonl, row 31 is not JSON .*--skip-inv"):
         prepare(config, tmp_path / "out", engine=LOCAL)
-    made = prepare(dataclasses.replace(config, skip_invalid=True), tmp_path / "skipped", engine=LOCAL)
-    assert made is not None
-    assert made["left_out"] == {"blank": 0, "invalid": 1}
+    prepare(dataclasses.replace(config, skip_invalid=True), tmp_path / "skipped", engine=LOCAL)
+    assert totals(tmp_path / "skipped")["left_out"]["invalid"] == 1
 
 
 def test_a_worker_that_is_killed_is_an_error_that_says_what_to_do(rows, tmp_path):
@@ -145,10 +142,11 @@ def test_filters_drop_what_the_rules_name(tmp_path):
     bad = ["short.", "buy now " * 300, "\n".join("- item" for _ in range(90))]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in good + bad))
     config = PrepareConfig((str(tmp_path / "rows.jsonl"),), tokenizer="bytes", validation=0.3, filters=("gopher",))
-    made = prepare(config, tmp_path / "out", engine=LOCAL)
+    pytest.importorskip("spacy", reason="needs pip install 'diff-transformer[prepare]'")
+    prepare(config, tmp_path / "out", engine=LOCAL)
     kept = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "validation")
     assert sorted(kept) == sorted(good)
-    assert made["left_out"] == {"blank": 0, "invalid": 0, "filtered": 3}
+    assert totals(tmp_path / "out")["left_out"]["filtered"] == 3
     assert verify(tmp_path / "out") == []
 
 
@@ -160,6 +158,7 @@ def prose(rng, lines):
 
 @pytest.mark.slow
 def test_near_duplicates_leave_one_of_each_whatever_the_number_of_processes(tmp_path):
+    pytest.importorskip("spacy", reason="needs pip install 'diff-transformer[prepare]'")
     lines = prose(np.random.default_rng(0), 400)
     texts = ["\n".join(lines[n : n + 20]) for n in range(0, 400, 20)]
     (tmp_path / "0.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts[:12]))
@@ -167,9 +166,9 @@ def test_near_duplicates_leave_one_of_each_whatever_the_number_of_processes(tmp_
     (tmp_path / "1.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in again))
     sources = tuple(str(tmp_path / f"{n}.jsonl") for n in range(2))
     config = PrepareConfig(sources, tokenizer="bytes", validation=0.2, dedup="minhash")
-    made = prepare(config, tmp_path / "out", engine=Engine("local", jobs=2))
+    prepare(config, tmp_path / "out", engine=Engine("local", jobs=2))
     kept = documents(tmp_path / "out", "train") + documents(tmp_path / "out", "validation")
-    assert made["left_out"] == {"blank": 0, "invalid": 0, "filtered": 3}
+    assert totals(tmp_path / "out")["left_out"]["filtered"] == 3
     assert {text.split("\n")[5] for text in kept} == {text.split("\n")[5] for text in texts}
     assert len(kept) == 20
     (tmp_path / "out" / "shards" / "train-00000.tokens").unlink()
@@ -179,55 +178,50 @@ def test_near_duplicates_leave_one_of_each_whatever_the_number_of_processes(tmp_
 
 
 def test_bad_input_is_one_sentence_before_anything_is_written(rows, tmp_path, monkeypatch):
-    def refused(message, engine=LOCAL, error=ValueError):
-        with pytest.raises(error, match=message) as caught:
-            prepare(rows, tmp_path / "out", engine=engine)
-        assert "\n" not in str(caught.value)
-
-    refused("no engine 'lokal' .did you mean 'local'.*; there are: local, slurm, ray", Engine("lokal"))
-    refused("--partition is an option of --engine slurm, not of local", Engine("local", partition="a"))
-    refused("--engine slurm needs --partition NAME and --time HH:MM:SS", Engine("slurm"))
     monkeypatch.setenv("PATH", str(tmp_path))
-    submitted = Engine("slurm", partition="cpu", time="01:00:00")
-    refused("there is no command sbatch here; .*--dry-run", submitted, UserError)
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    refused(r"--engine needs datatrove and dill; install with: pip install 'diff-transformer\[datatrove\]'",
-            error=UserError)  # fmt: skip
+    for message, engine in [
+        ("no engine 'lokal' .did you mean 'local'.*; there are: local, slurm, ray", Engine("lokal")),
+        ("--partition is an option of --engine slurm, not of local", Engine("local", partition="a")),
+        ("--engine slurm needs --partition NAME and --time HH:MM:SS", Engine("slurm")),
+        ("there is no command sbatch here", Engine("slurm", partition="cpu", time="01:00:00")),
+    ]:
+        with pytest.raises(UserError, match=message):
+            prepare(rows, tmp_path / "out", engine=engine)
     assert not (tmp_path / "out").exists()
 
 
-def test_slurm_runs_the_tasks_and_a_last_job_writes_the_manifest(rows, whole, tmp_path, monkeypatch):
-    """With commands that stand for Slurm's: sbatch keeps its script, and the test runs the scripts."""
+def test_slurm_runs_the_tasks(rows, whole, tmp_path, monkeypatch):
+    """With commands that stand for Slurm's: sbatch keeps its script, and the test runs it."""
     for name, does in {
-        "sbatch": f'cd {tmp_path}; cp "${{!#}}" job$(ls | grep -c job); echo "$@" >> given; echo Job 7',
+        "sbatch": f'cd {tmp_path}; cp "${{!#}}" job$(ls | grep -c job); echo Job 7',
         "scontrol": "echo here",
         "srun": 'exec "${@:4}"',
     }.items():
         (tmp_path / "bin").mkdir(exist_ok=True)
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{does}\n")
         (tmp_path / "bin" / name).chmod(0o755)
+    launch = f"#!{sys.executable}\nfrom datatrove.tools.launch_pickled_pipeline import main\nmain()\n"
+    (tmp_path / "bin" / "launch_pickled_pipeline").write_text(launch)
+    (tmp_path / "bin" / "launch_pickled_pipeline").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    slurm, out = Engine("slurm", jobs=1, partition="cpu", time="01:00:00"), tmp_path / "out"
-    assert prepare(rows, out, engine=dataclasses.replace(slurm, dry_run=True)) is None
-    drawn = [(out / "logs" / "write" / f"{name}_script.slurm").read_text() for name in ("launch", "last")]
-    assert not (tmp_path / "given").exists()
-    assert prepare(rows, out, resume=True, engine=slurm) is None
-    jobs = [(tmp_path / f"job{n}").read_text() for n in range(2)]
-    assert jobs == [drawn[0], drawn[1].replace("afterany:JOB", "afterany:7")]
-    assert "#SBATCH --array=0-1%1\n" in jobs[0]
-    assert "#SBATCH --partition=cpu\n" in jobs[0]
-    assert jobs[1].rstrip().endswith(f"-m diff_transformer prepare --out {out} --resume")
-    assert "--array" not in jobs[1]
-
-    def run(job, **environment):
-        command = ["bash", str(tmp_path / f"job{job}")]
-        return subprocess.run(command, env={**os.environ, **environment}, capture_output=True, text=True)
-
-    for rank in "10":
-        run(0, SLURM_ARRAY_TASK_ID=rank, SLURM_NODELIST="here")
-        assert (out / "tasks" / f"{rank}.json").exists()
-    assert run(1).returncode == 0
+    out = tmp_path / "out"
+    prepare(rows, out, engine=Engine("slurm", jobs=1, partition="cpu", time="01:00:00"))
+    job = (tmp_path / "job0").read_text()
+    assert "#SBATCH --array=0-1%1\n" in job
+    assert "#SBATCH --partition=cpu\n" in job
+    for task in "10":
+        environment = {**os.environ, "SLURM_ARRAY_TASK_ID": task, "SLURM_NODELIST": "here"}
+        subprocess.run(["bash", str(tmp_path / "job0")], env=environment, capture_output=True, check=True)
+        assert (out / "shards" / f"0000{task}.json").exists()
     assert content(out) == content(whole)
+
+
+def test_deduplication_has_four_stages_on_slurm(rows, tmp_path):
+    pytest.importorskip("spacy", reason="needs pip install 'diff-transformer[prepare]'")
+    prepare(rows, tmp_path / "out")
+    plan = read_plan(tmp_path / "out")
+    plan["settings"]["dedup"] = "minhash"
+    assert [*stages(tmp_path / "out", plan)] == ["signatures", "buckets", "clusters", "write"]
 
 
 def test_an_address_where_nothing_listens_is_said_at_once(rows, tmp_path):
@@ -236,9 +230,9 @@ def test_an_address_where_nothing_listens_is_said_at_once(rows, tmp_path):
         taken.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{taken.getsockname()[1]}"
         begun = time.monotonic()
-        with pytest.raises(ConnectionError, match=rf"^nothing listens at --address {address} .*; give HOST:PORT"):
+        with pytest.raises(UserError, match=rf"^nothing listens at --address {address} .*; give HOST:PORT"):
             prepare(rows, tmp_path / "out", engine=Engine("ray", address=address))
-        with pytest.raises(ValueError, match=r"^--address 'nonsense' is not HOST:PORT of a Ray cluster's head"):
+        with pytest.raises(UserError, match=r"^--address 'nonsense' is not HOST:PORT of a Ray cluster's head"):
             prepare(rows, tmp_path / "out", engine=Engine("ray", address="nonsense"))
         assert time.monotonic() - begun < 10
     assert not (tmp_path / "out").exists()
@@ -257,7 +251,7 @@ def test_a_ray_cluster_of_two_nodes_gives_the_same_bytes(rows, whole, tmp_path):
         assert content(tmp_path / "out") == content(whole)
         (tmp_path / "bad.jsonl").write_text("not JSON\n")
         bad = dataclasses.replace(rows, sources=(*rows.sources, str(tmp_path / "bad.jsonl")))
-        with pytest.raises(ValueError, match=r"^tasks 1 of 2 failed: .*bad.jsonl, row 1 is not JSON"):
+        with pytest.raises(UserError, match=r"tasks of write have not finished; see"):
             prepare(bad, tmp_path / "bad", engine=Engine("ray", address=cluster.address))
     finally:
         ray.shutdown()

@@ -1,0 +1,299 @@
+"""A prepared folder: tokens that stay on the disk, and rows in an order that takes no memory.
+
+plan.json        settings, files, tokenizer and dtype; written first
+tokenizer/       as save_pretrained writes it
+shards/          for each task NUMBER.json, its record, written last; for each side SIDE-NUMBER.tokens, in which an end
+                 of text follows every document, and SIDE-NUMBER.documents, where documents begin
+
+A folder is complete when every task has its record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from itertools import chain, pairwise
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from diff_transformer.checks import read_json
+from diff_transformer.data.documents import Corpus, Document
+from diff_transformer.data.packing import PackedCorpus
+from diff_transformer.data.seeding import permuted, training_rng
+from diff_transformer.data.sources import SPLITS
+from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
+from diff_transformer.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+PLAN, SHARDS, TOKENIZER = "plan.json", "shards", "tokenizer"
+TOKENS, DOCUMENTS = ".tokens", ".documents"
+DOCUMENT_DTYPE = "<i8"
+_DECODED_BYTES = 8_000_000
+_OPEN_AT_ONCE = 128  # each memory map holds a file open
+_READ_BYTES = 1 << 24
+
+
+def is_prepared(folder: Path | str) -> bool:
+    """True if ``folder`` is one of ``diff-transformer prepare``, finished or not."""
+    return (Path(folder) / PLAN).is_file()
+
+
+def read_plan(folder: Path | str) -> dict[str, Any]:
+    """The plan of a prepared folder: ``settings``, ``files``, ``tokenizer`` (hash, size, end_of_text) and ``dtype``.
+
+    Raises:
+        UserError: for another folder.
+    """
+    if not is_prepared(folder):
+        raise UserError(f"{folder} is not a prepared folder: it has no {PLAN}; see `diff-transformer prepare`")
+    return read_json(Path(folder) / PLAN, "prepare the text again")
+
+
+def read_records(folder: Path | str) -> list[dict[str, Any] | None]:
+    """The record of each task, None for one that has not finished.
+
+    Its fields: for each side ``tokens``, ``documents``, ``text_bytes`` and ``checksums``; and the counts ``left_out``.
+    """
+    tasks = read_plan(folder)["settings"]["tasks"]
+    paths = [Path(folder) / SHARDS / f"{task:05d}.json" for task in range(tasks)]
+    return [read_json(path) if path.exists() else None for path in paths]
+
+
+def repair_command(folder: Path | str) -> str:
+    """The command that makes missing and damaged shards again."""
+    return f"diff-transformer prepare --out {folder} --resume"
+
+
+def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
+    """The tokenizer of a prepared folder.
+
+    Raises:
+        UserError: if it is missing or has changed.
+    """
+    tokenizer, expected = load_tokenizer(Path(folder) / TOKENIZER), read_plan(folder)["tokenizer"]["hash"]
+    if (actual := tokenizer_hash(tokenizer)) != expected:
+        raise UserError(f"{Path(folder) / TOKENIZER} has hash {actual}, the shards were made with {expected}")
+    return tokenizer
+
+
+def wrong_size(folder: Path | str, task: int, record: dict[str, Any], dtype: str) -> str | None:
+    """The first file of a task that is missing or has the wrong size, as a message; None if there is none."""
+    for split in SPLITS:
+        sizes = {TOKENS: np.dtype(dtype).itemsize * record[split]["tokens"], DOCUMENTS: 8 * record[split]["documents"]}
+        for ending, expected in sizes.items():
+            path = Path(folder) / SHARDS / f"{split}-{task:05d}{ending}"
+            size = path.stat().st_size if path.exists() else None
+            if size != expected:
+                actual = "is missing" if size is None else f"has {size:,} bytes"
+                return f"{path} {actual}, {expected:,} bytes expected"
+    return None
+
+
+def verify(folder: Path | str, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+    """Check sizes and checksums of all shards and the hash of the tokenizer; return a message for each problem.
+
+    Args:
+        progress: called with the number of checked tasks and of all tasks.
+
+    Raises:
+        UserError: for a folder that is not prepared.
+    """
+    problems, dtype, records = [], read_plan(folder)["dtype"], read_records(folder)
+    for task, record in enumerate(records):
+        problem = f"task {task} has not finished" if record is None else wrong_size(folder, task, record, dtype)
+        if record is not None and problem is None:
+            problem = _wrong_content(folder, task, record)
+        problems += [problem] if problem else []
+        progress(task + 1, len(records))
+    try:
+        load_prepared_tokenizer(folder)
+    except UserError as error:
+        problems.append(str(error))
+    return problems
+
+
+def _wrong_content(folder: Path | str, task: int, record: dict[str, Any]) -> str | None:
+    for split in SPLITS:
+        for ending, expected in record[split]["checksums"].items():
+            path, digest = Path(folder) / SHARDS / f"{split}-{task:05d}{ending}", new_digest()
+            with path.open("rb") as file:
+                while data := file.read(_READ_BYTES):
+                    digest.update(data)
+            if digest.hexdigest() != expected:
+                return f"{path} has checksum {digest.hexdigest()}, {expected} expected: its content has changed"
+    return None
+
+
+def new_digest():
+    return hashlib.blake2b(digest_size=16)
+
+
+class Shards:
+    """One side of a prepared folder as a read-only array of N tokens, each document followed by the end of text.
+
+    ``len(shards)``, ``shards.dtype``, ``shards[a:b]`` and ``shards[positions]`` with an integer array are as for an
+    array in memory. They copy only what they return: the files are mapped into memory, at most 128 at a time.
+
+    Args:
+        check: look at the size of every file now, which one of many processes needs to do.
+
+    Raises:
+        UserError: if the folder is not prepared or not complete, or a file of it is missing or has another size than
+            its record says.
+    """
+
+    def __init__(self, folder: Path | str, split: str, *, check: bool = True):
+        self.folder, self.split = Path(folder), split
+        self.dtype, records = np.dtype(read_plan(folder)["dtype"]), read_records(folder)
+        self._records: list[dict[str, Any]] = [record[split] for record in records if record is not None]
+        if len(self._records) < len(records):
+            raise UserError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
+        problems = (wrong_size(folder, task, record, self.dtype.str) for task, record in enumerate(records) if record)
+        if check and (problem := next(filter(None, problems), None)):
+            raise UserError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
+        self.num_documents = sum(record["documents"] for record in self._records)
+        self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
+        self._starts = self._ends - [record["tokens"] for record in self._records]
+        self._map = lru_cache(_OPEN_AT_ONCE)(self._open)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def __getitem__(self, index: slice | np.ndarray) -> np.ndarray:
+        """The tokens of a slice without a step, or at each position of an integer array: ``dtype``, its shape."""
+        positions = np.arange(*index.indices(len(self))) if isinstance(index, slice) else np.asarray(index)
+        tokens = np.empty(positions.shape, self.dtype)
+        owner = np.searchsorted(self._ends, positions, side="right")
+        for number in np.unique(owner):
+            mine = owner == number
+            tokens[mine] = self._map(number, TOKENS)[positions[mine] - self._starts[number]]
+        return tokens
+
+    def document_starts(self) -> Iterator[np.ndarray]:
+        """Position of the first token of every document, in order: int64 arrays, one a shard."""
+        for number, record in enumerate(self._records):
+            if record["documents"]:
+                yield self._map(number, DOCUMENTS) + self._starts[number]
+
+    def _open(self, number: int, ending: str) -> np.ndarray:
+        path = self.folder / SHARDS / f"{self.split}-{number:05d}{ending}"
+        return np.memmap(path, self.dtype if ending == TOKENS else DOCUMENT_DTYPE, mode="r")
+
+
+class PreparedCorpus(PackedCorpus):
+    """Rows that are windows of ``length`` tokens of a :class:`Shards`, as those of :class:`PackedCorpus`.
+
+    The order of an epoch is computed place by place, so that only the maps of the files are in memory.
+
+    Raises:
+        UserError: if there are fewer tokens than a window.
+    """
+
+    tokens: Shards
+
+    def __init__(self, tokens: Shards, length: int, *, seed: int = 0):
+        super().__init__(tokens, length, seed=seed)
+
+    def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        rng = training_rng(self.seed, "prepared", epoch)
+        offset = rng.integers(len(self.tokens))
+        return offset + permuted(places, self.num_windows, rng) * self.length
+
+
+class LongDocuments(PreparedCorpus):
+    """Rows of a corpus up-sampled by document length, for training at long context.
+
+    Source: section 3.3, after Fu et al., arXiv 2402.10171: long documents are repeated within each corpus, so that the
+    proportions of the corpora do not change.
+
+    A document with at least ``threshold`` tokens, its end of text included, is long. An epoch holds
+
+    - every row of a long document ``factor`` times. Such a row starts a whole number of rows after the beginning of
+      the document. A document of m tokens has max(1, round(m / length)) rows, halves rounded up. A row that reaches
+      beyond its document continues with the tokens that follow in the corpus;
+    - the other documents once, joined and cut into windows as in a PreparedCorpus.
+
+    All rows are shuffled together. Row i is a pure function of (seed, i). Only the places of the long documents are in
+    memory, 32 bytes each.
+
+    Raises:
+        UserError: if no document is long, or threshold or factor is below 1.
+    """
+
+    def __init__(self, tokens: Shards, length: int, *, threshold: int, factor: int, seed: int = 0):
+        if threshold < 1 or factor < 1:
+            raise UserError(f"threshold {threshold} and factor {factor} must be at least 1")
+        super().__init__(tokens, length, seed=seed)
+        bounds = np.concatenate([*tokens.document_starts(), [len(tokens)]])
+        long = np.flatnonzero(np.diff(bounds) >= threshold)
+        if not len(long):
+            raise UserError(
+                f"no document of {tokens.folder} has {threshold} tokens or more; set data.upsample_length lower, or 0 "
+                "for no up-sampling"
+            )
+        self.threshold, self.factor = threshold, factor
+        self._long_starts, sizes = bounds[long], np.diff(bounds)[long]
+        rows = np.maximum(1, (2 * sizes + length) // (2 * length))
+        self._rows_before = np.concatenate([[0], np.cumsum(rows)])  # rows of the long documents before each, then all
+        self._long_before = np.concatenate([[0], np.cumsum(sizes)])  # the same in tokens
+        self._other_before = self._long_starts - self._long_before[:-1]  # other documents' tokens before each long one
+        self.num_other = len(tokens) - int(self._long_before[-1])
+        self._other_windows = self.num_other // length
+        self.num_windows = self._other_windows + factor * int(self._rows_before[-1])
+
+    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
+        positions = np.empty((count, self.length), np.int64)
+        indices = np.arange(first, first + count)
+        for epoch in np.unique(indices // self.num_windows):
+            mine = indices // self.num_windows == epoch
+            positions[mine] = self._positions(int(epoch), indices[mine] % self.num_windows)
+        input_ids = self.tokens[positions].astype(np.int64)
+        return input_ids, input_ids.copy()
+
+    def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Positions of the tokens of the rows at ``places`` of an epoch: int64 [places, length]."""
+        rng = training_rng(self.seed, "prepared", epoch)
+        offset = rng.integers(max(1, self.num_other))
+        chosen = permuted(places, self.num_windows, rng)
+        other = chosen < self._other_windows
+        positions = np.empty((len(places), self.length), np.int64)
+        steps = np.arange(self.length)
+        if other.any():
+            among = (offset + chosen[other][:, None] * self.length + steps) % self.num_other
+            before = np.searchsorted(self._other_before, among, side="right")  # number of long documents before
+            positions[other] = among + self._long_before[before]
+        row = (chosen[~other] - self._other_windows) % int(self._rows_before[-1])
+        document = np.searchsorted(self._rows_before, row, side="right") - 1
+        within = row - self._rows_before[document]
+        starts = self._long_starts[document] + within * self.length
+        positions[~other] = (starts[:, None] + steps) % len(self.tokens)
+        return positions
+
+
+def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
+    """The first documents of both sides, decoded to text: about ``max_bytes`` of each side (default: 8 MB).
+
+    With a byte-level tokenizer, the text is the one that was prepared.
+    """
+    tokenizer, limit = load_prepared_tokenizer(folder), max_bytes or _DECODED_BYTES
+    sides = {split: list(_decoded(Shards(folder, split, check=False), tokenizer, limit)) for split in SPLITS}
+    return Corpus(str(folder), sides["train"], sides["validation"], "as prepared; the first documents of each side")
+
+
+def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterator[Document]:
+    """Whole documents, up to about ``limit`` bytes; the last one is cut if it is too long."""
+    starts = chain.from_iterable(part.tolist() for part in tokens.document_starts())
+    done = 0
+    for number, (start, end) in enumerate(pairwise(chain(starts, [len(tokens)]))):
+        ids = tokens[start : min(end - 1, start + limit - done)]
+        text = tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+        if text.strip():
+            yield Document(f"{tokens.split}/{number}", text)
+        done += len(text.encode())
+        if done >= limit:
+            return
