@@ -89,7 +89,7 @@ def test_info():
     assert "830M" in cli("info").stdout
 
 
-def test_info_of_a_folder_says_its_sizes_and_what_it_converts_to(tmp_path):
+def test_info_of_a_folder_says_its_sizes(tmp_path):
     from transformers import LlamaConfig, LlamaForCausalLM
 
     shape = {"hidden_size": 36, "intermediate_size": 48, "num_hidden_layers": 2, "vocab_size": 90}
@@ -99,15 +99,11 @@ def test_info_of_a_folder_says_its_sizes_and_what_it_converts_to(tmp_path):
     count = LlamaForCausalLM(config).num_parameters()
     for said in (
         f"parameters in the file {count:,}", "9 query, 3 key of width 4", "positions 512", "at 100 tokens 9,600",
-        "convert --to diff yes", "convert --to diff_v2 yes", "convert --to diffllama no: DiffLlama cannot hold",
     ):  # fmt: skip
         assert said in shown
     save_tiny_model(tmp_path / "ours", attention="diff_v2")
-    shown = " ".join(cli("info", tmp_path / "ours").stdout.replace("│", " ").split())
-    assert "convert --to diffllama no: DiffLlama cannot hold" in shown
-    assert "convert --to diff no: the model has attention='diff_v2' already" in shown
     (tmp_path / "ours" / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_hidden_layers": 2}))
-    assert "convert no: " in " ".join(cli("info", tmp_path / "ours").stdout.replace("│", " ").split())
+    assert "a 'gpt2' model" in cli("info", tmp_path / "ours").stdout
     assert "with it, only --length" in cli("info", tmp_path / "ours", "--gpus", 2).stderr
 
 
@@ -211,13 +207,16 @@ def test_convert_llama_and_back(tmp_path):
             ("compare", "--recipe", "uptrain", "--out", "x"),
             "recipe 'uptrain' says nothing of a model; give one to go on from: `diff-transformer compare --from MODEL`",
         ),
-        (("compare", "--from", "./nowhere", "--out", "x"), "no model at ./nowhere; give the folder of a saved model"),
+        (
+            ("compare", "--from", "./nowhere", "--out", "x"),
+            "nowhere has no config.json; give the folder",
+        ),
         (
             ("train", "--set", 'evaluation.more={"sonnets":{}}', "--out", "x"),
             "no experiment of evaluation.more 'sonnets'; there are: harness",
         ),
         (("eval", "sonnets", "--model", "m", "--out", "x"), "no experiment 'sonnets'; there are: harness, scaling"),
-        (("eval", "needle", "--model", "/nowhere/m", "--out", "x.json"), "no model at /nowhere/m"),
+        (("eval", "needle", "--model", "/nowhere/m", "--out", "x.json"), "/nowhere/m cannot be loaded: "),
         (("eval", "needle", "--out", "x"), "no model; give --model"),
         (
             ("eval", "needle", "--model", "debug", "--set", "colour=red", "--out", "x"),
@@ -250,9 +249,9 @@ def test_convert_llama_and_back(tmp_path):
             ("prepare", "python", "--out", "x", "--tokenizer", "bytes", "--vocab-size", "300"),
             "--vocab-size is for bpe, and --tokenizer is 'bytes'; leave out one of them",
         ),
-        (("convert", "/nowhere", "--out", "x"), "/nowhere is not a folder"),
-        (("convert", "/nowhere", "--from", "gpt", "--out", "x"), "cannot convert from 'gpt'"),
-        (("generate", "/nowhere/m", "hi"), "no model at /nowhere/m"),
+        (("convert", "/nowhere", "--out", "x"), "/nowhere has no config.json"),
+        (("convert", "/nowhere", "--to", "gpt", "--out", "x"), "no target 'gpt'"),
+        (("generate", "/nowhere/m", "hi"), "/nowhere/m cannot be loaded: "),
     ],
 )
 def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):

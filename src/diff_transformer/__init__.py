@@ -6,7 +6,7 @@ Names are resolved on first use, so that ``import diff_transformer`` loads neith
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from diff_transformer.registration import register as _register
+from diff_transformer.model import registration as _registration  # noqa: F401
 
 __version__ = "0.1.0"
 
@@ -66,6 +66,3 @@ def __getattr__(name: str):
 
 def __dir__():
     return sorted(__all__)
-
-
-_register()

@@ -92,7 +92,7 @@ def test_auto_takes_vllm_where_it_is_installed(monkeypatch, started, model_folde
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("/nowhere/model",), "error: no model at /nowhere/model; give the folder of a saved model"),
+        (("/nowhere/model",), "error: /nowhere/model has no config.json; give the folder of a saved model"),
         (("FOLDER", "--engine", "llama.cpp"), "error: engine is 'llama.cpp'; give auto, vllm, transformers\n"),
     ],
 )

@@ -1,7 +1,5 @@
 """The lines that ``diff-transformer info`` prints."""
 
-import math
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -54,49 +52,35 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
 
 
 def folder_table(folder: Path, length: int | None = None) -> Table:
-    """The model in ``folder``: sizes, heads, cache, and what it converts to.
+    """The model in ``folder``: sizes, heads and cache.
 
     Raises:
-        FileNotFoundError, ValueError: if the folder holds no model in safetensors; for a length that is not positive.
+        UserError: if the folder holds no model in safetensors; for a length that is not positive.
     """
-    from diff_transformer.model.convert.folder import DTYPES, convertible
-    from diff_transformer.model.convert.layouts import LAYOUTS
-    from diff_transformer.model.saved import read_settings
+    from diff_transformer.model.convert.folder import LAYOUTS, layout_of, package_config
+    from diff_transformer.model.loading import read_tensors
 
-    found = convertible(folder)
-    settings, shapes = read_settings(folder) or {}, found.checkpoint.shapes()
-    kind = LAYOUTS[found.origin].title if found.origin else f"a {settings.get('model_type', 'foreign')!r} model"
+    (layout, settings), config, tensors = layout_of(folder), package_config(folder), read_tensors(folder)
+    kind = LAYOUTS[layout].title if layout else f"a {settings.get('model_type')!r} model"
     table = Table(title=f"{folder}: {kind}", title_justify="left", show_header=False)
-    held = {name: math.prod(shape) for name, shape in shapes.items()}
-    sizes = Counter()
-    for name, size in held.items():
-        sizes[found.checkpoint.dtype(name)] += size
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    table.add_row("parameters in the file", f"{sum(held.values()):,}")
-    table.add_row("dtype", ", ".join(names.get(dtype, str(dtype)) for dtype, _ in sizes.most_common()))
-    if found.config is None:
+    table.add_row("parameters in the file", f"{sum(tensor.numel() for tensor in tensors.values()):,}")
+    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
+    table.add_row("dtype", ", ".join(dtypes))
+    if config is None:
         keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
         for key in (*keys, "max_position_embeddings"):
             if key in settings:
                 table.add_row(key, str(settings[key]))
-    else:
-        config, heads, cost = found.config, found.config.heads, model_cost(found.config, length=length)
-        table.add_row("attention", name_of(config.attention))
-        table.add_row(
-            "layers, width, vocabulary", f"{config.num_hidden_layers}, {config.hidden_size}, {config.vocab_size}"
-        )
-        table.add_row("heads", f"{heads.queries} query, {heads.keys} key of width {heads.head_dim}")
-        table.add_row("", f"{heads.values} value, {heads.outputs} output of width {heads.value_dim}")
-        table.add_row("positions", f"{config.max_position_embeddings:,}")
-        table.add_row(f"forward FLOPs a token, {cost.length} tokens", f"{cost.flops_per_token:,}")
-        table.add_row("KV cache, bytes a token (bf16)", f"{cost.kv_bytes_per_token:,}")
-        table.add_row(f"KV cache, bytes at {cost.length} tokens", f"{cost.kv_bytes(cost.length):,}")
-    table.add_section()
-    if found.config is None and "" not in found.reasons.values():
-        table.add_row("convert", f"no: {next(iter(found.reasons.values()))}")
         return table
-    for target, reason in found.reasons.items():
-        table.add_row(f"convert --to {target}", f"no: {reason}" if reason else "yes")
+    heads, cost = config.heads, model_cost(config, length=length)
+    table.add_row("attention", name_of(config.attention))
+    table.add_row("layers, width, vocabulary", f"{config.num_hidden_layers}, {config.hidden_size}, {config.vocab_size}")
+    table.add_row("heads", f"{heads.queries} query, {heads.keys} key of width {heads.head_dim}")
+    table.add_row("", f"{heads.values} value, {heads.outputs} output of width {heads.value_dim}")
+    table.add_row("positions", f"{config.max_position_embeddings:,}")
+    table.add_row(f"forward FLOPs a token, {cost.length} tokens", f"{cost.flops_per_token:,}")
+    table.add_row("KV cache, bytes a token (bf16)", f"{cost.kv_bytes_per_token:,}")
+    table.add_row(f"KV cache, bytes at {cost.length} tokens", f"{cost.kv_bytes(cost.length):,}")
     return table
 
 

@@ -1,11 +1,11 @@
 """Commands that use or convert a model: convert, generate, serve."""
 
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
-from diff_transformer.cli.app import Out, app, bytes_done, computing, quiet
+from diff_transformer.cli.app import Out, app, computing, quiet
 
 
 @app.command()
@@ -27,9 +27,7 @@ def convert(
             "Transformer of a softmax model with equal logits, of most decoders of transformers in their own class.",
         ),
     ] = "diff-transformer",
-    lambda_init: Annotated[
-        float | None, typer.Option(help="With --to diff: initial lambda, between 0 and 1; 0.5 by default.")
-    ] = None,
+    lambda_init: Annotated[float, typer.Option(help="With --to diff: initial lambda, between 0 and 1.")] = 0.5,
     dtype: Annotated[
         str | None,
         typer.Option(help="float32, bfloat16, float16 or float64 for the matrices; the source's by default."),
@@ -42,12 +40,7 @@ def convert(
     from diff_transformer.model.convert import convert_folder
 
     quiet()
-    options: dict[str, Any] = {} if lambda_init is None else {"lambda_init": lambda_init}
-    with bytes_done("converting") as progress:
-        notes = convert_folder(
-            source, out, origin, target, dtype=dtype, progress=progress, **options,
-        )  # fmt: skip
-    for note in notes:
+    for note in convert_folder(source, out, origin, target, dtype=dtype, lambda_init=lambda_init):
         print(note)
     print(f"model: {out}")
 

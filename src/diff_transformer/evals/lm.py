@@ -324,7 +324,8 @@ def load_lm(
 
     Raises: as ``load_model``, which reads safetensors only.
     """
-    from diff_transformer.model.loading import label_of, load_model
+    from diff_transformer.model.card import label_of
+    from diff_transformer.model.loading import load_model
 
     model, tokenizer = load_model(name_or_path, device=device, dtype=dtype)
     folder = Path(name_or_path).expanduser()

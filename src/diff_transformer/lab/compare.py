@@ -30,7 +30,7 @@ from diff_transformer.lab.record import comparison_records, finished, load_all, 
 from diff_transformer.lab.sides import PAIR, SOURCE, name_of
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.worker import more_experiments
-from diff_transformer.model.loading import label_of
+from diff_transformer.model.card import label_of
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.report.comparison import REQUEST, comparison, export
 from diff_transformer.train.config import RunConfig, override
@@ -246,15 +246,15 @@ def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:
     """Raise MemoryError if the models and their optimizers do not fit into memory together."""
     import torch
 
-    from diff_transformer.model.convert.checkpoint import Checkpoint
+    from diff_transformer.model.loading import read_tensors
     from diff_transformer.train.recompute import FILLED, device_memory
     from diff_transformer.train.weights import is_of_attention
 
     device, needed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
     for folder in folders:
-        for name, shape in Checkpoint(folder).shapes().items():
+        for name, tensor in read_tensors(folder).items():
             trained = config.train.weights == "all" or (config.train.weights == "attention" and is_of_attention(name))
-            needed += math.prod(shape) * (16 if trained else 4)  # weight; gradient and two moments
+            needed += tensor.numel() * (16 if trained else 4)  # weight; gradient and two moments
     there = device_memory(device)
     if needed > FILLED * there:
         raise MemoryError(

@@ -26,7 +26,7 @@ from diff_transformer.lab.evaluate import (
 )
 from diff_transformer.lab.pool import Executor, run_pool
 from diff_transformer.lab.spec import REQUEST
-from diff_transformer.model.loading import label_of
+from diff_transformer.model.card import label_of
 
 _ERRORS = "errors.json"  # of the experiments that failed, by name
 

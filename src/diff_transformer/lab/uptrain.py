@@ -16,22 +16,26 @@ import torch
 from huggingface_hub import snapshot_download
 
 from diff_transformer.checks import first_line
+from diff_transformer.durable import replacing
 from diff_transformer.errors import UserError
 from diff_transformer.lab.sides import PAIR, SOURCE, WIDER
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.checkpoint import carry_over, new_folder
-from diff_transformer.model.convert.folder import convert_folder, convertible, on_meta
-from diff_transformer.model.convert.from_softmax import nearest, to_diff, to_diff_v2
-from diff_transformer.model.convert.layouts import PACKAGE
+from diff_transformer.model.convert.folder import (
+    PACKAGE,
+    carry_over,
+    convert_folder,
+    layout_of,
+    model_without_weights,
+    package_config,
+)
+from diff_transformer.model.convert.from_softmax import nearest, to_differential
 from diff_transformer.model.cost import TrainingMemory, count_parameters
-from diff_transformer.model.loading import model_path, read_model, read_tokenizer
-from diff_transformer.model.saved import require_no_gguf
+from diff_transformer.model.loading import model_path, read_model, read_tensors, read_tokenizer
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.initial_model import check_trainable
 from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory, memory_by_recomputation
 
-KINDS = ("diff", "diff_v2")
 # Settings of a model's form, which is the source's.
 _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -148,7 +152,7 @@ class Source:
         return self.folder if kept else out.resolve() / FOLDER / side
 
     def _write(self, model: Any, place: Path) -> None:
-        with new_folder(place) as folder:
+        with replacing(place) as folder:
             model.save_pretrained(folder)
             carry_over(self.folder, folder)
 
@@ -161,31 +165,28 @@ def read_source(name: str | Path) -> Source:
         ValueError: for GGUF, quantised weights, a folder without a tokenizer, or a model that cannot be differential.
     """
     folder = _folder(name)
-    found = convertible(folder)
-    for kind in KINDS:
-        if reason := found.reasons.get(kind):
-            raise UserError(f"{folder} cannot go on as {kind}: {reason}")
     read_tokenizer(str(folder))
-    softmax, more, dropout = found.config, 0, ()
+    read_tensors(folder)  # raises for quantised or damaged weights
+    softmax, more, dropout = package_config(folder), 0, ()
+    model = model_without_weights(folder)
+    origin = None if softmax is None else layout_of(folder)[0]
     if softmax is None:  # it keeps its class
-        model = on_meta(found.checkpoint)
         check_trainable(folder, model)
         softmax = nearest(model.config)
         more = max(0, model.num_parameters() - sum(count_parameters(softmax).values()))
         dropout = tuple(name for name in ATTENTION_DROPOUT if getattr(model.config, name, 0))
     models: dict[str, Any] = {
         "softmax": softmax,
-        "diff": to_diff(softmax).config,
-        "diff_v2": to_diff_v2(softmax).config,
+        **{kind: to_differential(softmax, kind).config for kind in ("diff", "diff_v2")},
     }
     try:
-        made = wider(on_meta(found.checkpoint))
+        made = wider(model)
         models[WIDER], no_control = _with_heads_of(softmax, made.config), ""
     except ValueError as error:
         no_control = first_line(error)
     models[SOURCE] = softmax
     fields = {side: _fields(config) for side, config in models.items()}
-    return Source(folder, found.origin, fields, no_control, more, dropout)
+    return Source(folder, origin, fields, no_control, more, dropout)
 
 
 def _memory(config: RunConfig, model: DiffTransformerConfig, more: int = 0) -> tuple[int, str]:
@@ -219,8 +220,6 @@ def _with_heads_of(config: DiffTransformerConfig, other: Any) -> DiffTransformer
 
 def _folder(name: str | Path) -> Path:
     folder = Path(name).expanduser()
-    if folder.is_file():
-        require_no_gguf(folder)
     if (folder / "model" / "config.json").exists():  # of a finished run
         folder = folder / "model"
     found = model_path(str(folder if folder.exists() else name))

@@ -15,7 +15,6 @@ Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value 
 
 import copy
 import inspect
-import math
 import os
 import sys
 import warnings
@@ -31,11 +30,9 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
-from diff_transformer.checks import listed
+from diff_transformer.checks import listed, require_known
 from diff_transformer.errors import UserError
-from diff_transformer.model.card import differential_card, source_facts
-from diff_transformer.model.convert.plan import each_head_twice
-from diff_transformer.model.heads import check_attention
+from diff_transformer.model.card import source_facts, write_card
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, OWN_NAMES
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
 from diff_transformer.ops.api import diff_attention
@@ -97,38 +94,171 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
         ``model``.
 
     Raises:
-        TypeError: for anything but a ``PreTrainedModel``.
-        ValueError: for a model whose attention this function cannot read, saying why; it is then unchanged. For an
+        UserError: for a model whose attention this function cannot read, saying why; it is then unchanged. For an
             unknown kind, or a ``lambda_init`` that gives the second map no gradient.
     """
-    check_attention(kind, KINDS)
     check_start(kind, lambda_init)
     parts = read(model)
-    dropout = max(_dropout(part.module) for part in parts)
-    if dropout:
+    rates = [getattr(part.module, "attention_dropout", getattr(part.module, "attn_dropout", 0)) for part in parts]
+    if dropout := max(float(getattr(rate, "p", rate)) for rate in rates):
         warnings.warn(f"attention dropout {dropout:g} is left out: differential attention has none", stacklevel=2)
-    entry = {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT}
-    setattr(model.config, ENTRY, entry | {"source": source_facts(model.config._name_or_path)})
+    source = source_facts(model.config._name_or_path)
+    setattr(model.config, ENTRY, {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT, "source": source})
     double(model, parts)
     model.set_attn_implementation(DEFAULT)
     model.add_model_tags(["diff-transformer", "differential-attention"])
     return model
 
 
-def restore(model: PreTrainedModel) -> None:
+def restore(model: PreTrainedModel, *_: Any) -> None:
     """Give ``model`` the attention that the entry of its configuration describes, where it does not have it yet.
 
     Raises:
-        ValueError: for an entry that this version does not know, or as ``differentiate``.
+        UserError: for an entry that this version does not know, or as ``differentiate``.
     """
     entry = getattr(model.config, ENTRY)
-    if not isinstance(entry, dict) or entry.get("kind") not in KINDS or entry.get("format") != FORMAT:
+    if entry.get("format") != FORMAT:
         raise UserError(
-            f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT} "
-            f"with the kinds {', '.join(KINDS)}; update the package"
+            f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT}; "
+            "update the package"
         )
-    check_start(entry["kind"], entry.get("lambda_init"))
+    check_start(entry["kind"], entry["lambda_init"])
     double(model, [_read(path, x) for path, x in _attentions(model) if not hasattr(x, LAMBDA)])
+
+
+def check_start(kind: str, lambda_init: Any) -> None:
+    """Raise UserError for a kind or a lambda at which a converted model cannot start."""
+    require_known("kind of differential attention", kind, KINDS)
+    if not isinstance(lambda_init, int | float) or not 0 < lambda_init < 1:
+        raise UserError(
+            f"lambda_init is {lambda_init!r}; give a number between 0 and 1, neither of them: at 0 the second map has "
+            "no gradient, and at 1 nothing is left of two equal maps"
+        )
+    if kind == "diff_v2" and lambda_init != 0.5:
+        raise UserError(
+            f"lambda_init is {lambda_init!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'"
+        )
+
+
+def register_names(model: PreTrainedModel, *_: Any) -> None:
+    """Importing this file registers the names of ``attn_implementation``, which a model's constructor checks."""
+
+
+def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any) -> None:
+    """Write the model card, ``README.md``, if there is none; ``save_pretrained`` calls it."""
+    if is_main_process:
+        write_card(model, Path(save_directory))
+
+
+# Reading a model.
+
+
+def read(model: Any) -> list[Parts]:
+    """The attention modules of ``model``, which ``double`` takes.
+
+    Raises:
+        UserError: for a model whose attention cannot be doubled, saying why.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise UserError(
+            f"the model is a {type(model).__name__}; give a PreTrainedModel of transformers, before it is wrapped "
+            "(PEFT adapters come after differentiate)"
+        )
+    name, config, modules = type(model).__name__, model.config, _attentions(model)
+    quantised = getattr(model, "hf_quantizer", None) or getattr(config, "quantization_config", None)
+    differential = getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama")
+    for wrong, reason in (
+        (differential, "is differential already; give a softmax model"),
+        (quantised is not None, "has quantised weights, which cannot be doubled; load it without quantisation"),
+        (getattr(config, "is_encoder_decoder", False), "is an encoder-decoder; only decoders are taken"),
+        (config.get_text_config() is not config, "has other parts than text; only text decoders are taken"),
+        (not modules, "computes attention without transformers' AttentionInterface, through which its maps would pass"),
+    ):
+        if wrong:
+            raise UserError(f"{name} {reason}")
+    try:
+        return [_read(path, module) for path, module in modules]
+    except UserError as error:
+        raise UserError(f"{name} is not taken: {error}") from None
+
+
+def _attentions(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules, by path, that call an attention function of transformers' interface."""
+    codes = ((x, getattr(inspect.unwrap(type(x[1]).forward), "__code__", None)) for x in model.named_modules())
+    return [named for named, code in codes if code is not None and "get_interface" in code.co_names]
+
+
+def _read(path: str, module: Any) -> Parts:
+    """The parts of an attention module; the projections of a fused matrix are new.
+
+    Raises:
+        UserError: if it cannot be doubled, naming its class.
+    """
+    kind, fused = type(module).__name__, _FUSED.get(type(module).__name__)
+    out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
+    names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
+    missing = [name for name in names if not hasattr(module, name)]
+    known = {*names, *(name for pair in _NORMS for name in pair)}
+    children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    unknown = [*module._parameters, *(name for name in children if name not in known)]
+    config = getattr(module, "config", None)
+    crosses = getattr(module, "is_cross_attention", False) or getattr(config, "add_cross_attention", False)
+    for wrong, reason in (
+        (not getattr(module, "is_causal", True), f"{kind} is not causal, as an encoder's attention"),
+        (getattr(module, "attn_logit_softcapping", None) is not None,
+         f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
+         "configuration, which changes the logits, and train on"),
+        (any(hasattr(x, "_hf_hook") and any(p.is_meta for p in x.parameters(recurse=False)) for x in module.modules()),
+         f"the weights of {kind} are offloaded; load the model without offloading"),
+        (fused and crosses, f"{kind} has cross-attention"),
+        (missing, f"{kind} has no {listed(missing[:1])}"),
+        (unknown, f"{kind} has {listed(unknown)} beside its projections"),
+    ):  # fmt: skip
+        if wrong:
+            raise UserError(reason)
+    for name in names:
+        linear = type(getattr(module, name))
+        if linear not in (nn.Linear, Conv1D):
+            raise UserError(f"{name} of {kind} is a {linear.__name__}; give the model before adapters and quantisation")
+    d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
+    norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
+    if fused:
+        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
+    else:
+        q, k, v = module.q_proj, module.k_proj, module.v_proj
+        _check_heads(module, q, k, v, getattr(module, out), d)
+    pair = getattr(module, norms[0], None), getattr(module, norms[1], None)
+    return Parts(path, module, q, k, v, getattr(module, names[-1]), q.out_features // d, d, pair)
+
+
+def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
+    kind, widths = type(module).__name__, (q.out_features, k.out_features)
+    if not d or any(width % d for width in widths) or widths[0] % widths[1]:
+        raise UserError(f"the projections of {kind} are not whole heads of width {d}")
+    if v.out_features != widths[1] or out.in_features != widths[0]:
+        raise UserError(f"queries, keys and values of {kind} differ in width, or a gate is among them")
+    numbers = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
+    if numbers and kind not in _VIEW_BY_NUMBER:
+        raise UserError(f"{kind} fixes its number of heads ({', '.join(sorted(numbers))})")
+
+
+def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
+    """q, k and v of a fused matrix, as copies."""
+    weight = matrix.weight.data.T if isinstance(matrix, Conv1D) else matrix.weight.data  # [(n + 2m) d, width]
+    rows = torch.arange(len(weight), device="cpu")
+    m = (len(weight) // d - n) // 2
+    linears = []
+    for part in rows.view(n, 3, d).unbind(1) if by_head else rows.split([n * d, m * d, m * d]):
+        part = part.flatten().to(weight.device)
+        linear = nn.Linear(weight.shape[1], len(part), bias=matrix.bias is not None, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight[part], requires_grad=matrix.weight.requires_grad)
+        if matrix.bias is not None:
+            linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
+        linears.append(linear)
+    return linears
+
+
+# Doubling its heads.
 
 
 @torch.no_grad()
@@ -149,60 +279,50 @@ def double(model: PreTrainedModel, parts: Sequence[Parts]) -> None:
     config.attn_implementation = DEFAULT
 
 
-def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any) -> None:
-    """Write the model card, ``README.md``, if there is none; ``save_pretrained`` calls it."""
-    path = Path(save_directory, "README.md")
-    if is_main_process and path.parent.is_dir() and not path.exists():
-        path.write_text(differential_card(model), encoding="utf-8")
-
-
 def _double(module: Any, part: Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
     """Heads 2i and 2i + 1 of the queries (and of the keys of "diff") become copies of head i."""
-    q, k, out, n, d, norms = part.q, part.k, part.out, part.n, part.d, part.norms
+    q, k, d, norms = part.q, part.k, part.d, part.norms
     by_head = any(x.numel() > d for x in norms[0].parameters()) if norms[0] is not None else False
     for projection, norm in ((q, norms[0]), (k, norms[1]))[: 1 if kind == "diff_v2" else 2]:
         _widen(projection, d)
+        projection.out_features = projection.weight.shape[0]
         if norm is not None and (by_head or next(norm.children(), None) is not None):
-            _widen_norm(norm, d)
-    out.weight.mul_(1 / (1 - lambda_init))
+            for name, each in list(norm.named_children()):  # a list of norms, one for each head
+                setattr(norm, name, nn.ModuleList(x for head in each for x in (head, copy.deepcopy(head))))
+            _widen(norm, d)
+    part.out.weight.mul_(1 / (1 - lambda_init))
     for name in _NUMBERS:
         if type(module).__name__ in _VIEW_BY_NUMBER and hasattr(module, name):
             setattr(module, name, -1)
-    module.add_module(LAMBDA, _lambda(q, kind, lambda_init, n, d, draw))
+    module.add_module(LAMBDA, _lambda(q, kind, lambda_init, part.n, d, draw))
     module.register_forward_pre_hook(_give_lambda, with_kwargs=True)
+
+
+def _widen(module: Any, d: int) -> None:
+    """Double a module's own parameters by heads, in place, so that its hooks stay."""
+    for name, old in list(module.named_parameters(recurse=False)):
+        rows = d if old.dim() == 1 or isinstance(module, nn.Linear) else 1  # of a head; norms may have [n, d]
+        setattr(module, name, nn.Parameter(each_head_twice(old.data, rows), requires_grad=old.requires_grad))
+
+
+def each_head_twice(weight: Tensor, width: int) -> Tensor:
+    """Repeat every head of [heads * width, ...]: heads 2i and 2i + 1 are copies of head i."""
+    return weight.unflatten(0, (-1, width)).repeat_interleave(2, dim=0).flatten(0, 1)
 
 
 def _lambda(q: nn.Linear, kind: str, lambda_init: float, n: int, d: int, draw: torch.Generator) -> nn.Module:
     """The module that computes lambda, beside ``q``. It takes nothing from the global random numbers."""
     device = q.weight.device
     with torch.device("meta"):
-        made = LearnedLambda(d, lambda_init) if kind == "diff" else TokenLambda(q.in_features, n, telemetry=False)
-    if isinstance(made, TokenLambda):
-        made.to(q.weight.dtype).to_empty(device=device).proj.weight.zero_()
-        return made
-    made.to_empty(device=device)
-    vectors = made.std * torch.randn(2, d, generator=draw, device=draw.device)
-    for vector, value in zip(made.parameters(), (*vectors, *vectors), strict=True):  # q1 = q2, k1 = k2
+        lam = LearnedLambda(d, lambda_init) if kind == "diff" else TokenLambda(q.in_features, n, telemetry=False)
+    if isinstance(lam, TokenLambda):
+        lam.to(q.weight.dtype).to_empty(device=device).proj.weight.zero_()
+        return lam
+    lam.to_empty(device=device)
+    vectors = lam.std * torch.randn(2, d, generator=draw, device=draw.device)
+    for vector, value in zip(lam.parameters(), (*vectors, *vectors), strict=True):  # q1 = q2, k1 = k2
         vector.copy_(value)
-    return made
-
-
-def _widen(linear: nn.Linear, d: int) -> None:
-    """Double the rows in place, so that hooks on the module stay."""
-    for name in ("weight", "bias"):
-        old = getattr(linear, name)
-        if old is not None:
-            setattr(linear, name, nn.Parameter(each_head_twice(old.data, d), requires_grad=old.requires_grad))
-    linear.out_features = linear.weight.shape[0]
-
-
-def _widen_norm(norm: Any, d: int) -> None:
-    """A norm over all heads, or with weights for each: heads 2i and 2i + 1 get those of head i."""
-    for name, norms in list(norm.named_children()):  # a list with one for each head
-        setattr(norm, name, nn.ModuleList(x for one in norms for x in (one, copy.deepcopy(one))))
-    for name, old in list(norm.named_parameters(recurse=False)):
-        new = each_head_twice(old.data.flatten(), d).unflatten(0, (-1, *old.shape[1:]))
-        setattr(norm, name, nn.Parameter(new, requires_grad=old.requires_grad))
+    return lam
 
 
 class SplitAttention(nn.Module):
@@ -240,13 +360,16 @@ class SplitAttention(nn.Module):
         return self.dropout(self.o_proj(out.flatten(2))), None
 
 
+# Attention of a changed model.
+
+
 def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     """Forward pre-hook of each attention: add lambda to the arguments that reach ``attend``."""
-    chosen = module.config._attn_implementation
-    if not _subtracts(chosen):
+    implementation = module.config._attn_implementation
+    if not _subtracts(implementation):
         raise UserError(
-            f"{type(module).__name__} is differential, and attn_implementation={chosen!r} computes softmax attention; "
-            f"call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
+            f"{type(module).__name__} is differential, and attn_implementation={implementation!r} computes softmax "
+            f"attention; call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
         )
     hidden_states = args[0] if args else kwargs["hidden_states"]
     more = {LAMBDA: getattr(module, LAMBDA)(hidden_states)}
@@ -290,7 +413,7 @@ def attend(
     """transformers' attention function: q ``[B, 2n, T, d]``, k ``[B, m, S, d]`` or of 2m heads, v ``[B, m, S, d]``.
 
     Raises:
-        ValueError: from a module that ``differentiate`` has not changed, or with what the operator does not have.
+        UserError: from a module that ``differentiate`` has not changed, or with what the operator does not have.
     """
     lam = kwargs.get(LAMBDA)
     if lam is None:
@@ -298,8 +421,7 @@ def attend(
             f"{type(module).__name__} has softmax attention, which attn_implementation='diff_...' does not compute; "
             "call diff_transformer.differentiate(model) first, or load with attn_implementation='sdpa'"
         )
-    other = [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]
-    if other:
+    if other := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
         raise UserError(
             f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
         )
@@ -324,132 +446,3 @@ def maps_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 for _name in OWN_NAMES:
     AttentionInterface.register(_name, partial(attend, backend=IMPLEMENTATIONS[_name].diff))
     AttentionMaskInterface.register(_name, sdpa_mask)
-
-
-# Reading a model.
-
-
-def read(model: Any) -> list[Parts]:
-    """The attention modules of ``model``, which ``double`` takes.
-
-    Raises:
-        TypeError: for anything but a ``PreTrainedModel``.
-        ValueError: for a model whose attention cannot be doubled, saying why.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            f"the model is a {type(model).__name__}; give a PreTrainedModel of transformers, before it is wrapped "
-            "(PEFT adapters come after differentiate)"
-        )
-    name, config, modules = type(model).__name__, model.config, _attentions(model)
-    quantised = getattr(model, "hf_quantizer", None) or getattr(config, "quantization_config", None)
-    differential = getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama")
-    for wrong, reason in (
-        (differential, "is differential already; give a softmax model"),
-        (quantised is not None, "has quantised weights, which cannot be doubled; load it without quantisation"),
-        (getattr(config, "is_encoder_decoder", False), "is an encoder-decoder; only decoders are taken"),
-        (config.get_text_config() is not config, "has other parts than text; only text decoders are taken"),
-        (not modules, "computes attention without transformers' AttentionInterface, through which its maps would pass"),
-    ):
-        if wrong:
-            raise UserError(f"{name} {reason}")
-    try:
-        return [_read(path, module) for path, module in modules]
-    except ValueError as error:
-        raise UserError(f"{name} is not taken: {error}") from None
-
-
-def _attentions(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules, by path, that call an attention function of transformers' interface."""
-    codes = ((x, getattr(inspect.unwrap(type(x[1]).forward), "__code__", None)) for x in model.named_modules())
-    return [named for named, code in codes if code is not None and "get_interface" in code.co_names]
-
-
-def _read(path: str, module: Any) -> Parts:
-    """The parts of an attention module; the projections of a fused matrix are new.
-
-    Raises:
-        ValueError: if it cannot be doubled, naming its class.
-    """
-    kind, fused = type(module).__name__, _FUSED.get(type(module).__name__)
-    out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
-    names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
-    missing = [name for name in names if not hasattr(module, name)]
-    known = {*names, *(name for pair in _NORMS for name in pair)}
-    children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    unknown = [*module._parameters, *(name for name in children if name not in known)]
-    config = getattr(module, "config", None)
-    crosses = getattr(module, "is_cross_attention", False) or getattr(config, "add_cross_attention", False)
-    for wrong, reason in (
-        (not getattr(module, "is_causal", True), f"{kind} is not causal, as an encoder's attention"),
-        (getattr(module, "attn_logit_softcapping", None) is not None,
-         f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
-         "configuration, which changes the logits, and train on"),
-        (any(hasattr(x, "_hf_hook") and any(p.is_meta for p in x.parameters(recurse=False)) for x in module.modules()),
-         f"the weights of {kind} are offloaded; load the model without offloading"),
-        (fused and crosses, f"{kind} has cross-attention"),
-        (missing, f"{kind} has no {listed(missing[:1])}"),
-        (unknown, f"{kind} has {listed(unknown)} beside its projections"),
-    ):  # fmt: skip
-        if wrong:
-            raise UserError(reason)
-    for name in names:
-        found = type(getattr(module, name))
-        if found not in (nn.Linear, Conv1D):
-            raise UserError(f"{name} of {kind} is a {found.__name__}; give the model before adapters and quantisation")
-    d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
-    norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
-    of_norms = getattr(module, norms[0], None), getattr(module, norms[1], None)
-    if fused:
-        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
-    else:
-        q, k, v = module.q_proj, module.k_proj, module.v_proj
-        _check_heads(module, q, k, v, getattr(module, out), d)
-    return Parts(path, module, q, k, v, getattr(module, names[-1]), q.out_features // d, d, of_norms)
-
-
-def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
-    kind, widths = type(module).__name__, (q.out_features, k.out_features)
-    if not d or any(width % d for width in widths) or widths[0] % widths[1]:
-        raise UserError(f"the projections of {kind} are not whole heads of width {d}")
-    if v.out_features != widths[1] or out.in_features != widths[0]:
-        raise UserError(f"queries, keys and values of {kind} differ in width, or a gate is among them")
-    reads = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
-    if reads and kind not in _VIEW_BY_NUMBER:
-        raise UserError(f"{kind} fixes its number of heads ({', '.join(sorted(reads))})")
-
-
-def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
-    """q, k and v of a fused matrix, as copies."""
-    weight = matrix.weight.data.T if isinstance(matrix, Conv1D) else matrix.weight.data  # [(n + 2m) d, width]
-    rows = torch.arange(len(weight), device="cpu")
-    m = (len(weight) // d - n) // 2
-    which = rows.view(n, 3, d).unbind(1) if by_head else rows.split([n * d, m * d, m * d])
-    made = []
-    for part in which:
-        part = part.flatten().to(weight.device)
-        linear = nn.Linear(weight.shape[1], len(part), bias=matrix.bias is not None, device="meta", dtype=weight.dtype)
-        linear.weight = nn.Parameter(weight[part], requires_grad=matrix.weight.requires_grad)
-        if matrix.bias is not None:
-            linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
-        made.append(linear)
-    return made
-
-
-def _dropout(module: Any) -> float:
-    rate = getattr(module, "attention_dropout", getattr(module, "attn_dropout", 0.0))
-    return float(getattr(rate, "p", rate) or 0.0)
-
-
-def check_start(kind: str, value: Any) -> None:
-    """Raise ValueError for a lambda at which a converted model cannot start."""
-    number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    if not number or not 0 < value < 1:
-        raise UserError(
-            f"lambda_init is {value!r}; give a number between 0 and 1, neither of them: at 0 the second map has no "
-            "gradient, and at 1 nothing is left of two equal maps"
-        )
-    if kind == "diff_v2" and value != 0.5:
-        raise UserError(
-            f"lambda_init is {value!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'"
-        )

@@ -6,12 +6,20 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import did_you_mean, first_line, listed
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from diff_transformer.checks import first_line, listed, read_json, require_known
+from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import PRESETS, preset
-from diff_transformer.model.saved import read_settings, unreadable, weight_files
 
 DTYPES = ("float32", "bfloat16", "float16")
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
 def load_model(name_or_path: str, *, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
@@ -22,98 +30,125 @@ def load_model(name_or_path: str, *, device: str | None = None, dtype: str | Non
         dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint. Lambda stays fp32.
 
     Raises:
-        ValueError: for an unknown dtype, or a tokenizer that cannot be read; and as ``read_model``.
+        UserError: for an unknown dtype; and as ``read_model``.
     """
-    import torch
-
-    if dtype not in (None, *DTYPES):
-        raise UserError(f"dtype is {dtype!r}; give {', '.join(DTYPES)}")
+    if dtype is not None:
+        require_known("dtype", dtype, DTYPES)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise UserError(f"device is {device!r}, and PyTorch finds no CUDA device here; give cpu")
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    if name_or_path in PRESETS and not Path(name_or_path).exists():
-        return _untrained(name_or_path, device, options.get("dtype", torch.float32))
-    path = str(Path(name_or_path).expanduser()) if name_or_path.startswith("~") else name_or_path
+    path = str(Path(name_or_path).expanduser())
+    if name_or_path in PRESETS and not Path(path).exists():
+        tokenizer = byte_tokenizer()
+        torch.manual_seed(0)
+        config = preset(name_or_path, vocab_size=max(preset(name_or_path).vocab_size, len(tokenizer)))
+        return DiffTransformerForCausalLM(config).to(device, **options).eval(), tokenizer
     return read_model(path, **options).to(device).eval(), read_tokenizer(path)
 
 
-def read_model(name_or_path: str | Path, model_class: Any = None, **options: Any) -> Any:
+def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM, **options: Any) -> Any:
     """``model_class.from_pretrained`` from safetensors only, with a check that no weight is missing.
 
     Args:
-        model_class: ``AutoModelForCausalLM`` if None.
-        options: of ``from_pretrained``. With ``output_loading_info`` the model and the loading info are returned, and
-            the caller must check for missing weights.
+        options: of ``from_pretrained``.
 
     Raises:
-        ValueError: if safetensors are missing, damaged or incomplete, or for what transformers refuses.
-        FileNotFoundError: if there is no such model.
+        UserError: if there is no such model, or its weights are pickles, damaged or incomplete.
     """
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM
-
-    import diff_transformer.model.modeling  # noqa: F401  (registers the model class)
-
-    folder, caller_checks = Path(name_or_path), options.pop("output_loading_info", False)
+    folder = Path(name_or_path)
     if folder.is_dir():
-        read_settings(folder)
         weight_files(folder)
-    elif str(name_or_path).startswith((".", "/")):
-        raise UserError(f"no model at {name_or_path}; give a folder written by save_pretrained")
-    options = {"trust_remote_code": False, **options, "use_safetensors": True, "output_loading_info": True}
+    options = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True} | options
     try:
-        model_class = model_class or AutoModelForCausalLM
-        loaded: Any = model_class.from_pretrained(str(name_or_path), **options, ignore_mismatched_sizes=True)
-    except SafetensorError as error:
-        raise unreadable(folder, error) from None
-    except OSError as error:
-        if folder.is_dir():
-            raise UserError(f"{name_or_path} cannot be loaded: {first_line(error)}") from None
+        model, info = model_class.from_pretrained(str(name_or_path), use_safetensors=True, **options)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{name_or_path} cannot be loaded: {first_line(error)}") from None
+    if wrong := _misfits(info):
         raise UserError(
-            f"no model called {name_or_path}{did_you_mean(str(name_or_path), PRESETS)} ({first_line(error)}); give a "
-            "folder written by save_pretrained, a name on the hub that is cached or can be downloaded, or a preset: "
-            f"{', '.join(PRESETS)}"
-        ) from None
-    model, info = loaded
-    if caller_checks:
-        return loaded
-    if wrong := misfits(info, unexpected=False):
-        raise UserError(
-            f"the weights in {name_or_path} are not all of those that {type(model).__name__} has by its config.json: "
-            f"{wrong}. They would be random; give a causal language model with the config.json and all the files that "
-            "it was saved with"
+            f"the weights in {name_or_path} are not those that {type(model).__name__} has by its configuration: {wrong}"
         )
     return model
 
 
-def misfits(info: Mapping[str, Any], *, unexpected: bool = True) -> str:
-    """Describe the missing, misshapen and (with ``unexpected``) unknown weights that ``from_pretrained`` reports."""
+def _misfits(info: Mapping[str, Any]) -> str:
+    """Describe the missing and misshapen weights that ``from_pretrained`` reports."""
     shapes = [f"{key} {tuple(saved)} (expected {tuple(wanted)})" for key, saved, wanted in info["mismatched_keys"]]
     kinds = {"missing": info["missing_keys"], "of another shape": shapes}
-    if unexpected:
-        kinds["not of the model"] = info["unexpected_keys"]
     return "; ".join(f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds.items() if names)
 
 
-def model_path(model: str) -> str:
-    """``model`` as engines take it: the path of a folder that can hold a model, or a name on the hub.
+def read_settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
+    """Read the JSON object in ``folder / name``.
 
     Raises:
-        FileNotFoundError: for a folder that is not there, or has no configuration or tokenizer. ValueError: as
-            ``weight_files``.
+        UserError: if there is no such file, or it does not hold a JSON object.
     """
+    path = folder / name
+    if not path.exists():
+        raise UserError(f"{folder} has no {name}; give the folder of a saved model")
+    settings = read_json(path, "copy or download it again")
+    if not isinstance(settings, dict):
+        raise UserError(f"{path} holds a {type(settings).__name__}; expected a JSON object")
+    return settings
+
+
+def read_tensors(folder: Path) -> dict[str, Tensor]:
+    """The tensors of a saved model, mapped into memory: what is not used is not read.
+
+    Raises:
+        UserError: as ``weight_files``, for a damaged file, and for tensors that are not floating point (quantised).
+    """
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
+        try:
+            tensors |= load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise UserError(
+                f"{path} cannot be read as safetensors ({first_line(error)}); copy or download it again"
+            ) from None
+    if quantised := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
+        raise UserError(f"{folder} has quantised weights ({listed(quantised)}); take the model before quantisation")
+    return tensors
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """The safetensors files of a saved model.
+
+    Raises:
+        UserError: if there are none, or shards of the index are missing.
+    """
+    index = folder / "model.safetensors.index.json"
+    names = sorted(path.name for path in folder.glob("*.safetensors"))
+    if index.exists():
+        shards = sorted(set(read_settings(folder, index.name)["weight_map"].values()))
+        if missing := [name for name in shards if name not in names]:
+            raise UserError(f"{folder} lacks {listed(missing)}, which {index.name} names; copy or download them again")
+        names = shards
+    if not names:
+        others = sorted(path.name for path in folder.glob("*") if path.suffix in (*_PICKLES, ".gguf"))
+        raise UserError(
+            f"{folder} holds no .safetensors file{f' but {listed(others)}' if others else ''}; docs/conversion.md says "
+            "how to write one from a pickle, docs/pretrained_to_diff.md from GGUF"
+        )
+    return [folder / name for name in names]
+
+
+def model_path(model: str) -> str:
+    """``model`` as engines take it: the path of a folder with a model and its tokenizer, or a name on the hub."""
     folder = Path(model).expanduser()
-    if not folder.exists():
-        if model.startswith(("/", ".", "~")):
-            raise UserError(f"no model at {model}; give the folder of a saved model, or a name on the hub")
+    if not folder.exists() and not model.startswith(("/", ".", "~")):
         return model
-    if not (folder / "config.json").exists():
-        raise UserError(f"{model} has no config.json; give the folder of a saved model")
-    if not (folder / "tokenizer_config.json").exists():
-        raise UserError(f"{model} has no tokenizer; save one into the same folder (tokenizer.save_pretrained)")
+    for name in ("config.json", "tokenizer_config.json"):
+        read_settings(folder, name)
     weight_files(folder)
     return str(folder)
+
+
+def read_tokenizer(path: str) -> Any:
+    """Load the tokenizer that is saved with a model, from a folder or the hub."""
+    try:
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} has no tokenizer that can be read ({first_line(error)}); save one there") from None
 
 
 def special_tokens(model: Any) -> dict[str, Any]:
@@ -127,14 +162,12 @@ def plain_defaults(model: Any) -> Generator[None]:
 
     Otherwise ``generate`` would use each other default (``min_p``, ``num_return_sequences``, ...) that a call omits.
     """
-    from transformers import GenerationConfig
-
-    own = model.generation_config
+    defaults = model.generation_config
     model.generation_config = GenerationConfig(**special_tokens(model))
     try:
         yield
     finally:
-        model.generation_config = own
+        model.generation_config = defaults
 
 
 def padding_token(model: Any, tokenizer: Any) -> int:
@@ -155,43 +188,3 @@ def fingerprint(model: Any) -> str:
         digest.update(f"{name} {tuple(parameter.shape)}".encode())
         digest.update(values.contiguous().numpy().tobytes())
     return digest.hexdigest()[:12]
-
-
-def label_of(name_or_path: str) -> str:
-    """A model's name in results: the last distinctive part of its path (``diff-seed0`` for
-    ``members/diff-seed0/run/model``, ``tiny`` for a snapshot of ``acme/tiny`` in the hub's cache)."""
-    path = Path(name_or_path)
-    if path.parent.name == "snapshots" and path.parent.parent.name.startswith("models--"):
-        return path.parent.parent.name.rpartition("--")[2]
-    parts = [part for part in path.parts if part not in ("run", "model", "/", ".", "..", "~")]
-    return parts[-1] if parts else path.resolve().name
-
-
-def _untrained(name: str, device: str, dtype: Any) -> tuple[Any, Any]:
-    import torch
-
-    from diff_transformer.data.tokenizer import byte_tokenizer
-    from diff_transformer.model.modeling import DiffTransformerForCausalLM
-
-    tokenizer = byte_tokenizer()
-    torch.manual_seed(0)
-    model = DiffTransformerForCausalLM(preset(name, vocab_size=max(preset(name).vocab_size, len(tokenizer))))
-    model = model.to(device=device, dtype=dtype).eval()
-    return model, tokenizer
-
-
-def read_tokenizer(path: str) -> Any:
-    """Load the tokenizer that is saved with a model, from a folder or the hub.
-
-    Raises:
-        ValueError: if there is none, or its files are damaged.
-    """
-    from transformers import AutoTokenizer
-
-    try:
-        return AutoTokenizer.from_pretrained(path, trust_remote_code=False)
-    except Exception as error:  # a damaged file raises KeyError, TypeError or a bare Exception
-        raise UserError(
-            f"{path} has no tokenizer that can be read ({first_line(error)}); save it beside the model with "
-            "save_pretrained, or copy or download it again"
-        ) from None

@@ -119,7 +119,7 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         """As in transformers, and write a model card, ``README.md``, if there is none."""
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process and Path(save_directory).is_dir():
-            write_card(self.config, Path(save_directory), type(self).__name__, source=vars(self).get("source_facts"))
+            write_card(self, Path(save_directory))
 
     @classmethod
     def register_for_auto_class(cls, auto_class: str = "AutoModel"):

@@ -7,7 +7,7 @@ computes: both maps, and one product of their difference with the values.
 from collections.abc import Callable
 from typing import Any
 
-from diff_transformer.registration import when_imported
+from diff_transformer.importing import when_imported
 
 
 def of_forward(q1, q2, k1, k2, v, *_, **__) -> int:

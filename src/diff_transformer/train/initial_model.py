@@ -238,7 +238,7 @@ def load_initial_model(config: RunConfig, tokenizer):
     """
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.convert.from_softmax import nearest
-    from diff_transformer.model.loading import misfits, read_model
+    from diff_transformer.model.loading import read_model
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     folder = model_folder(config)
@@ -255,16 +255,7 @@ def load_initial_model(config: RunConfig, tokenizer):
     fields = {name: getattr(saved, name) for name in DiffTransformerConfig.__annotations__ if hasattr(saved, name)}
     special = special_tokens_of(tokenizer, saved.vocab_size)
     settings = DiffTransformerConfig(**{**fields, **special, **config.model})
-    model, found = read_model(
-        folder, DiffTransformerForCausalLM, config=settings, dtype=torch.float32, output_loading_info=True
-    )
-    wrong = misfits(found)
-    if wrong:
-        raise UserError(
-            f"config.model (attention={settings.attention!r}) does not fit the weights in {folder}: {wrong}. Leave "
-            "out the fields that differ, or make the other model first (diff-transformer convert)"
-        )
-    return model
+    return read_model(folder, DiffTransformerForCausalLM, config=settings, dtype=torch.float32)
 
 
 def vocabulary_size(config: RunConfig) -> int:
@@ -314,9 +305,9 @@ def _settings(folder: Path) -> Any:
     from transformers import AutoConfig
 
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.saved import read_settings
+    from diff_transformer.model.loading import read_settings
 
-    if (read_settings(folder) or {}).get("model_type") in (None, DiffTransformerConfig.model_type):
+    if read_settings(folder).get("model_type") in (None, DiffTransformerConfig.model_type):
         return DiffTransformerConfig.from_pretrained(folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
@@ -333,15 +324,14 @@ def _on_meta(folder: Path) -> nn.Module:
         ValueError: for a model of another library that is no decoder which ``differentiate`` takes or has made.
     """
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.convert.checkpoint import Checkpoint
-    from diff_transformer.model.convert.folder import on_meta
+    from diff_transformer.model.convert.folder import model_without_weights
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     settings = _settings(folder)
     if isinstance(settings, DiffTransformerConfig):
         with torch.device("meta"):
             return DiffTransformerForCausalLM(settings)
-    model = on_meta(Checkpoint(folder))
+    model = model_without_weights(folder)
     check_trainable(folder, model)
     return model
 
@@ -386,24 +376,15 @@ def _check_plain(config: RunConfig, folder: Path, model: Any) -> None:
 
 
 def _refuse_convertible(folder: Path) -> None:
-    """Raise ValueError for a model of another library that this package's class can hold."""
-    from diff_transformer.model.convert import llama
-    from diff_transformer.model.convert.layouts import LAYOUTS, PACKAGE
-    from diff_transformer.model.saved import read_settings
+    """Raise UserError for a model of another library that this package's class can hold."""
+    from diff_transformer.model.convert.folder import PACKAGE, layout_of, package_config
 
-    settings = read_settings(folder) or {}
-    kind = settings.get("model_type")
-    names = [name for layout in LAYOUTS for name in LAYOUTS[layout].model_types if layout != PACKAGE]
-    if kind not in names or "differential" in settings:
+    layout, settings = layout_of(folder)
+    if layout in (None, PACKAGE) or (layout == "llama" and package_config(folder) is None):
         return
-    if kind in LAYOUTS["llama"].model_types:
-        try:
-            llama.to_package(_settings(folder))
-        except ValueError:  # with biases, for example: it keeps its class
-            return
     raise UserError(
-        f"train.initial_model is {folder}, a {kind!r} model and not one of this package; convert it with "
-        f"`diff-transformer convert {shlex.quote(str(folder))} --out NEW` and set train.initial_model=NEW"
+        f"train.initial_model is {folder}, a {settings['model_type']!r} model and not one of this package; convert it "
+        f"with `diff-transformer convert {shlex.quote(str(folder))} --out NEW` and set train.initial_model=NEW"
     )
 
 

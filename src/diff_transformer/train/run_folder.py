@@ -16,11 +16,9 @@ from filelock import FileLock, Timeout
 from diff_transformer.checks import differences, listed, read_json
 from diff_transformer.durable import DiskError, explained, replacing, require_room, require_writable
 from diff_transformer.errors import UserError
-from diff_transformer.model.card import differential_card, write_card
+from diff_transformer.model.card import label_of, write_card
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.loading import label_of
-from diff_transformer.model.saved import read_settings
+from diff_transformer.model.loading import read_settings, read_tensors
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.state import state_bytes
 
@@ -153,11 +151,8 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
         with replacing(folder) as partial:
             require_room(folder.parent, needed, "the model")
             partial.mkdir(exist_ok=True)
-            facts = training_facts(config)
-            if isinstance(model.config, DiffTransformerConfig):
-                write_card(model.config, partial, type(model).__name__, training=facts)
-            elif hasattr(model.config, "differential"):
-                (partial / "README.md").write_text(differential_card(model, training=facts), encoding="utf-8")
+            if isinstance(model.config, DiffTransformerConfig) or hasattr(model.config, "differential"):
+                write_card(model, partial, training_facts(config))
             model.save_pretrained(partial)
             tokenizer.save_pretrained(partial)
     except Exception as error:
@@ -171,12 +166,9 @@ def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
 def damaged_model(folder: Path, model) -> str | None:
     """The defect of the saved ``model`` in ``folder``, or None. Names and shapes are compared, not numbers."""
     try:
-        settings = read_settings(folder)
-        if settings is None:
-            return f"{folder} has no config.json"
-        if "quantization_config" in settings:  # the user's own
+        if "quantization_config" in read_settings(folder):  # the user's own
             return None
-        shapes = Checkpoint(folder).shapes()
+        shapes = {name: tuple(tensor.shape) for name, tensor in read_tensors(folder).items()}
     except (ValueError, OSError) as error:
         return str(error)
     weights = model.state_dict()

@@ -6,10 +6,9 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.errors import UserError
 from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_llama
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.testing import assert_within_budget
@@ -170,17 +169,15 @@ def test_generation_is_the_same(source, ids, way):
     assert torch.equal(static, expected)
 
 
-def test_parameters_and_cache_grow_as_said(source, tmp_path):
+def test_parameters_grow(source, tmp_path):
     """Width 32, 8 heads of 4, 3 layers: W_Q and W_K are 32 x 32, the lambda vectors 4 x 4, W_lambda 8 x 32."""
     model = source()
     model.save_pretrained(tmp_path / "source")
     count = sum(p.numel() for p in model.parameters())
-    for target, more, cache in (("diff", 3 * (2 * 32 * 32 + 16), "1.5"), ("diff_v2", 3 * (32 * 32 + 8 * 32), "1")):
-        notes = convert_folder(tmp_path / "source", tmp_path / target, target=target)
+    for target, more in (("diff", 3 * (2 * 32 * 32 + 16)), ("diff_v2", 3 * (32 * 32 + 8 * 32))):
+        convert_folder(tmp_path / "source", tmp_path / target, target=target)
         saved = AutoModelForCausalLM.from_pretrained(tmp_path / target)
         assert sum(p.numel() for p in saved.parameters()) == count + more
-        assert f"parameters: {count:,} -> {count + more:,} (+{more / count:.1%})" in "\n".join(notes)
-        assert f"cache: {cache} times as large" in "\n".join(notes)
 
 
 @pytest.mark.parametrize("target", ["diff", "diff_v2"])
@@ -189,8 +186,7 @@ def test_folders(source, ids, tmp_path, origin, target):
     """In bf16, in shards, with and without saying what the source is; as the conversion in memory."""
     model = source(num_key_value_heads=4).to(torch.bfloat16)
     (to_llama(model) if origin == "llama" else model).save_pretrained(tmp_path / "source")
-    convert_folder(tmp_path / "source", tmp_path / "out", origin, target, shard_bytes=20_000)
-    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    convert_folder(tmp_path / "source", tmp_path / "out", origin, target)
     saved = DiffTransformerForCausalLM.from_pretrained(tmp_path / "out")
     expected = softmax_to_diff(model, target)
     assert saved.config.attention == target
@@ -212,12 +208,6 @@ def test_lambda_init_of_a_folder(source, tmp_path):
     assert saved.lambdas().tolist() == [0.25] * 3
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_all_of_it_is_where_the_source_is(source, way):
-    made = converted(source().to("meta"), way)
-    assert {parameter.device.type for parameter in made.parameters()} == {"meta"}
-
-
 def test_a_llama_in_memory(randomise, ids):
     llama = randomise(LlamaForCausalLM(LlamaConfig(
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -237,42 +227,13 @@ def test_a_llama_in_memory(randomise, ids):
         ({"attention": "softmax"}, {"lambda_init": 1}, "lambda_init is 1; give a number between 0 and 1"),
         ({"attention": "softmax"}, {"lambda_init": float("nan")}, "lambda_init is nan"),
         ({"attention": "softmax"}, {"lambda_init": "depth"}, "lambda_init is 'depth'"),
-        ({"attention": "softmax"}, {"attention": "dint"}, "attention is 'dint'; accepted: 'diff', 'diff_v2'"),
+        (
+            {"attention": "softmax"},
+            {"attention": "dint"},
+            "no kind of .* 'dint'; there are: diff_v2, diff",
+        ),
     ],
 )
 def test_refused(make, fields, options, message):
     with pytest.raises(ValueError, match=message):
         softmax_to_diff(make(**fields), **options)
-
-
-def test_a_refused_folder_leaves_nothing(make, tmp_path):
-    make(attention="diff").save_pretrained(tmp_path / "source")
-    with pytest.raises(ValueError, match="attention='diff' already"):
-        convert_folder(tmp_path / "source", tmp_path / "out", target="diff_v2")
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_command(source, tmp_path, monkeypatch, capsys):
-    from diff_transformer import cli
-
-    to_llama(source()).save_pretrained(tmp_path / "source")
-
-    def run(*arguments):
-        monkeypatch.setattr("sys.argv", ["diff-transformer", "convert", str(tmp_path / "source"), *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            cli.main()
-        return ended.value.code, capsys.readouterr()
-
-    code, said = run("--from", "llama", "--to", "diff", "--out", tmp_path / "diff", "--lambda-init", "0.25")
-    assert code == 0
-    assert "lambda starts at 0.25" in said.out
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "diff").lambdas().tolist() == [0.25] * 3
-    code, said = run("--to", "diff_v2", "--out", tmp_path / "v2", "--lambda-init", "0.25")
-    assert code == 2
-    assert "lambda_init: not for a conversion from 'llama' to 'diff_v2'; leave it out (options: none)" in said.err
-
-
-def test_a_model_of_another_class_is_named():
-    model = MistralForCausalLM(MistralConfig(vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1))
-    with pytest.raises(UserError, match=r"is a MistralForCausalLM; accepted: .* or LlamaForCausalLM"):
-        softmax_to_diff(model)

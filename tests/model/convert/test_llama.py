@@ -33,8 +33,7 @@ def test_sharded_folder_there_and_back(llama, ids, tmp_path, kv_heads, tied):
     theirs = llama(num_key_value_heads=kv_heads, tie_word_embeddings=tied)
     theirs.save_pretrained(tmp_path / "theirs", max_shard_size="20KB")
     assert len(list((tmp_path / "theirs").glob("*.safetensors"))) > 3
-    convert_folder(tmp_path / "theirs", tmp_path / "ours", shard_bytes=30_000)
-    assert len(list((tmp_path / "ours").glob("*.safetensors"))) > 2
+    convert_folder(tmp_path / "theirs", tmp_path / "ours")
     ours = DiffTransformerForCausalLM.from_pretrained(tmp_path / "ours")
     assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")
     convert_folder(tmp_path / "ours", tmp_path / "back", target="llama")
@@ -64,14 +63,6 @@ def test_a_tied_head_may_be_stored_and_buffers_of_old_are_left_out(llama, ids, s
     convert_folder(folder, folder.with_name("ours"))
     ours = DiffTransformerForCausalLM.from_pretrained(folder.with_name("ours"))
     assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")
-
-
-def test_a_tied_head_that_is_not_the_embedding_is_refused(llama, save):
-    theirs = llama(tie_word_embeddings=True)
-    tensors = dict(theirs.state_dict()) | {"lm_head.weight": torch.zeros(96, 32)}
-    folder = save("theirs", tensors, **{"config.json": theirs.config.to_dict()})
-    with pytest.raises(ValueError, match=r"lm_head.weight is not model.embed_tokens.weight"):
-        convert_folder(folder, folder.with_name("ours"))
 
 
 @pytest.mark.parametrize("window", [None, 5])

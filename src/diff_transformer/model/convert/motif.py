@@ -5,28 +5,31 @@ a weight and a separate epsilon (``attn_rms_norm_eps``). lambda_init uses the la
 at -0.0099. The MLP has PolyNorm. Motif-2-12.7B has grouped differential attention: of every r + 1 query heads the first
 r are signal heads and the last is their noise head; keys come in pairs, one for each map. Sources: vLLM's ``motif.py``
 (0.10) and the MLX port junhoyeo/mlx-motif. The conversion was not tried on the published weights.
+
+Configurations of this layout are dictionaries, the content of ``config.json``: transformers has no class for them.
 """
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from huggingface_hub import save_torch_state_dict
+from torch import Tensor
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.checkpoint import Checkpoint
-from diff_transformer.model.convert.package import PACKAGE_NAMES, package_names, refuse
 from diff_transformer.model.convert.plan import (
     HUGGING_FACE,
     LAMBDAS,
+    PACKAGE_NAMES,
     Conversion,
     Names,
-    Shapes,
+    package_names,
     plan_of,
-    shapes_by_role,
+    refuse,
     without,
 )
-from diff_transformer.model.saved import read_settings
 
 DEPTH_OFFSET = -1
 _PREFIX = "model.layers.{i}.self_attn"
@@ -47,77 +50,41 @@ _REQUIRED = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
     "num_key_value_heads",
 )  # fmt: skip
-_UNHELD = {
+_NOT_HERE = {
     "use_bias": "biases", "attention_bias": "biases", "qkv_bias": "biases", "kv_lora_rank": "latent keys and values",
     "mhc_enabled": "several residual streams", "num_experts": "a mixture of experts",
     "use_sliding_window": "a sliding window in some layers",
 }  # fmt: skip
 
 
-def read_config(checkpoint: Checkpoint) -> dict:
-    return parse(read_settings(checkpoint.folder) or {}, str(checkpoint.folder / "config.json"))
-
-
-def parse(told: dict, file: str) -> dict:
-    """The content of ``config.json`` with defaults filled in; ``file`` names it in messages.
+def to_package(settings: dict[str, Any]) -> Conversion:
+    """Every tensor stays as it is; only the configuration is translated.
 
     Raises:
-        ValueError: if a size is missing, or the model has parts that this package does not have.
+        UserError: if a size is missing, or the model has parts that this package does not have.
     """
-    rope = dict(told.get("rope_parameters") or {})  # as transformers 5 writes it
-    theta = rope.pop("rope_theta", None)
-    told = {**({} if theta is None else {"rope_theta": theta}), **({"rope_scaling": rope} if rope else {}), **told}
-    missing = [name for name in _REQUIRED if told.get(name) is None]
-    if missing:
-        raise UserError(f"{file} does not say {', '.join(missing)}")
-    unheld = [f"{name}={told[name]} ({part})" for name, part in _UNHELD.items() if told.get(name)]
-    if unheld:
+    rope = dict(settings.get("rope_parameters") or {})  # as transformers 5 writes it
+    if theta := rope.pop("rope_theta", None):
+        settings = {"rope_theta": theta, **settings}
+    settings = {**_DEFAULTS, **({"rope_scaling": rope} if rope else {}), **settings}
+    if missing := [name for name in _REQUIRED if settings.get(name) is None]:
+        raise UserError(f"the settings of the Motif model lack {', '.join(missing)}")
+    if others := [f"{name}={settings[name]} ({part})" for name, part in _NOT_HERE.items() if settings.get(name)]:
         raise UserError(
-            f"this Motif model has parts that this package's model does not have: {', '.join(unheld)}; Motif-2.6B and "
+            f"this Motif model has parts that this package's model does not have: {', '.join(others)}; Motif-2.6B and "
             "Motif-2-12.7B can be converted"
         )
-    if told.get("k_ratio", 1) != 1:
-        raise UserError(f"k_ratio is {told['k_ratio']}; grouped differential attention here has one noise key a pair")
-    return {**_DEFAULTS, **told}
-
-
-def write_config(config: dict, folder: Path, dtype: torch.dtype) -> None:
-    settings = {**config, "torch_dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-
-
-def tensors(config: dict) -> Shapes:
-    ours = _ours(config)
-    heads, d, width, inner = ours.heads, ours.heads.head_dim, ours.hidden_size, config["intermediate_size"]
-    by_role = {
-        "embedding": (ours.vocab_size, width),
-        "head": (ours.vocab_size, width),
-        **dict.fromkeys(("norm", "attention_norm", "mlp_norm"), (width,)),
-        **dict.fromkeys(("gate", "up"), (inner, width)),
-        "down": (width, inner),
-        "q": (heads.queries * d, width),
-        "k": (heads.keys * d, width),
-        "v": (heads.values * heads.value_dim, width),
-        "o": (width, heads.outputs * heads.value_dim),
-        "head_norm": (heads.value_dim,),
-        "activation_weight": (3,),
-        "activation_bias": (1,),
-        **dict.fromkeys(LAMBDAS, (d,)),
-    }
-    return shapes_by_role(_names(ours), by_role, ours.num_hidden_layers)
-
-
-def to_package(config: dict) -> Conversion:
-    """Every tensor stays as it is; only the configuration is translated."""
-    ours = _ours(config)
-    return Conversion(ours, plan_of(_names(ours), package_names(ours), ours.num_hidden_layers))
+    if settings["k_ratio"] != 1:
+        raise UserError(f"k_ratio is {settings['k_ratio']}; grouped differential attention here takes k_ratio 1")
+    config = _package_config(settings)
+    return Conversion(config, plan_of(_names(config), package_names(config), config.num_hidden_layers))
 
 
 def from_package(config: DiffTransformerConfig) -> Conversion:
     """The inverse.
 
     Raises:
-        ValueError: for what Motif's layer cannot hold: another attention, a lambda_init that does not use the index
+        UserError: for what Motif's layer cannot hold: another attention, a lambda_init that does not use the index
             minus one, a model without the head norm's weight, a window.
     """
     refuse(
@@ -145,32 +112,39 @@ def from_package(config: DiffTransformerConfig) -> Conversion:
     return Conversion(settings, plan_of(package_names(config), _names(config), config.num_hidden_layers), notes)
 
 
-def _ours(config: dict) -> DiffTransformerConfig:
-    noise = config["num_noise_heads"]
+def write(settings: dict[str, Any], tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
+    """Write ``config.json`` and safetensors to ``folder``."""
+    settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    save_torch_state_dict(tensors, folder)
+
+
+def _package_config(settings: dict[str, Any]) -> DiffTransformerConfig:
+    noise = settings["num_noise_heads"]
     grouped = {}
     if noise:
-        signal = (config["num_attention_heads"] - noise) // noise
+        signal = (settings["num_attention_heads"] - noise) // noise
         grouped = {"attention": "grouped_diff", "signal_heads_per_noise_head": signal}
-    scaling = dict(config["rope_scaling"] or {})
+    scaling = dict(settings["rope_scaling"] or {})
     rope_type = scaling.pop("type", None) or scaling.pop("rope_type", "default")
-    eps = config["attn_rms_norm_eps"]
+    eps = settings["attn_rms_norm_eps"]
     return DiffTransformerConfig(
-        **{name: config[name] for name in _REQUIRED},
+        **{name: settings[name] for name in _REQUIRED},
         **grouped,
-        head_dim=config["head_dim"],
-        max_position_embeddings=config["max_position_embeddings"],
-        rope_parameters={**scaling, "rope_type": rope_type, "rope_theta": config["rope_theta"]},
-        rms_norm_eps=config["rms_norm_eps"],
-        head_norm_eps=None if eps == config["rms_norm_eps"] else eps,
-        hidden_act=config["hidden_act"],
+        head_dim=settings["head_dim"],
+        max_position_embeddings=settings["max_position_embeddings"],
+        rope_parameters={**scaling, "rope_type": rope_type, "rope_theta": settings["rope_theta"]},
+        rms_norm_eps=settings["rms_norm_eps"],
+        head_norm_eps=None if eps == settings["rms_norm_eps"] else eps,
+        hidden_act=settings["hidden_act"],
         lambda_depth_offset=DEPTH_OFFSET,
-        tie_word_embeddings=config["tie_word_embeddings"],
-        **{name: config[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
+        tie_word_embeddings=settings["tie_word_embeddings"],
+        **{name: settings[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
     )
 
 
-def _names(ours: DiffTransformerConfig) -> Names:
-    absent = ["head"] if ours.tie_word_embeddings else []
-    if ours.hidden_act != "poly_norm":
+def _names(config: DiffTransformerConfig) -> Names:
+    absent = ["head"] if config.tie_word_embeddings else []
+    if config.hidden_act != "poly_norm":
         absent += ["activation_weight", "activation_bias"]
     return without(_NAMES, *absent)

@@ -1,13 +1,12 @@
-"""A conversion as data: for every tensor of the target, the source tensors that it is made from.
+"""A conversion as data: for every tensor of the target, the source tensors that it is computed from.
 
-Nothing is computed until a tensor is read, so a large model passes through in pieces. The file reads top-down: named
-tensors (``TensorSource``), plans over them, the names that layouts give to tensors, and exact moves of matrix rows.
+The file reads top-down: plans, the names that layouts give to tensors, and exact moves of matrix rows.
 """
 
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,38 +14,9 @@ from torch import Tensor
 from diff_transformer.checks import listed
 from diff_transformer.errors import UserError
 from diff_transformer.model.card import source_facts
+from diff_transformer.model.config import DiffTransformerConfig
 
-Shapes = dict[str, tuple[int, ...]]
 BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")  # ends of names in older checkpoints; the configuration has them
-
-
-class TensorSource(Protocol):
-    """Named tensors that are loaded on demand."""
-
-    def shapes(self) -> Shapes: ...
-
-    def dtype(self, name: str) -> torch.dtype: ...
-
-    def tensor(self, name: str) -> Tensor: ...
-
-
-class StateDict:
-    """A ``TensorSource`` over tensors in memory."""
-
-    def __init__(self, tensors: Mapping[str, Tensor]):
-        self._tensors = tensors
-
-    def shapes(self) -> Shapes:
-        return {name: tuple(tensor.shape) for name, tensor in self._tensors.items()}
-
-    def dtype(self, name: str) -> torch.dtype:
-        return self._tensors[name].dtype
-
-    def tensor(self, name: str) -> Tensor:
-        return self._tensors[name].detach()
-
-
-# Plans.
 
 
 def _same(tensor: Tensor) -> Tensor:
@@ -54,99 +24,83 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Made:
-    """One target tensor: ``make`` applied to the tensors named in ``sources``.
+class TargetTensor:
+    """One target tensor: ``compute`` applied to the tensors named in ``sources``.
 
-    ``dtype`` is the dtype of the result; None takes that of the first source.
+    ``dtype`` is the least dtype of the result; None takes that of the first source.
     """
 
     sources: tuple[str, ...]
-    make: Callable[..., Tensor] = _same
+    compute: Callable[..., Tensor] = _same
     dtype: torch.dtype | None = None
 
 
-Plan = dict[str, Made]
+Plan = dict[str, TargetTensor]
 
 
 @dataclass
 class Conversion:
     """The result of a layout's converter: the target's configuration, its tensors, and notes for the user."""
 
-    config: object
+    config: Any
     plan: Plan
     notes: list[str] = field(default_factory=list)
 
 
-class Planned:
-    """The result of a plan as a ``TensorSource``, so that two conversions chain without a copy in between.
+def assemble(plan: Plan, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    """Compute the tensors of a plan, contiguous, without memory shared with ``tensors``.
 
     ``dtype`` casts every tensor whose dtype the plan leaves open; None keeps the dtype of the source.
+
+    Raises:
+        UserError: for tensors that are missing or not known; the output matrix may be there beside tied embeddings.
     """
-
-    def __init__(self, source: TensorSource, plan: Plan, shapes: Shapes, dtype: torch.dtype | None = None):
-        self._source, self._plan, self._shapes, self._dtype = source, plan, shapes, dtype
-
-    def shapes(self) -> Shapes:
-        return self._shapes
-
-    def dtype(self, name: str) -> torch.dtype:
-        made = self._plan[name]
-        asked = self._dtype or self._source.dtype(made.sources[0])
-        return asked if made.dtype is None else torch.promote_types(made.dtype, asked)
-
-    def tensor(self, name: str) -> Tensor:
-        """Compute one tensor; it is contiguous.
-
-        Raises:
-            ValueError: if its shape is not the one that the target has.
-        """
-        made = self._plan[name]
-        tensor = made.make(*(self._source.tensor(source) for source in made.sources))
-        if tuple(tensor.shape) != self._shapes[name]:
-            raise UserError(
-                f"{name}, made of {', '.join(made.sources)}, has shape {tuple(tensor.shape)} where the target has "
-                f"{self._shapes[name]}"
-            )
-        return tensor.to(self.dtype(name)).contiguous()
+    needed = {name for target in plan.values() for name in target.sources}
+    wrong = {
+        "missing": [name for name in needed if name not in tensors],
+        "not known": [
+            name for name in tensors if name not in needed and not name.endswith((*BUFFERS, "lm_head.weight"))
+        ],
+    }
+    if any(wrong.values()):
+        lists = "; ".join(f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in wrong.items() if names)
+        raise UserError(f"the tensors are not those of the model in config.json: {lists}")
+    results = {}
+    for name, target in plan.items():
+        sources = [tensors[source].detach() for source in target.sources]
+        result_dtype = dtype or sources[0].dtype
+        if target.dtype is not None:
+            result_dtype = torch.promote_types(target.dtype, result_dtype)
+        result = target.compute(*sources)
+        results[name] = result.to(result_dtype, copy=True, memory_format=torch.contiguous_format)
+    return results
 
 
-def convert_model(conversion: Conversion, kind: type, model) -> Any:
+def load_tensors(kind: Any, config: Any, tensors: dict[str, Tensor], dtype: torch.dtype) -> Any:
+    """A model of class ``kind`` in eval mode with these tensors; lambda vectors stay fp32.
+
+    Raises:
+        UserError: for tensors of another shape.
+    """
+    model, info = kind.from_pretrained(
+        None, config=config, state_dict=tensors, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    if info["mismatched_keys"]:
+        name, given, accepted = min(info["mismatched_keys"])
+        raise UserError(f"{name} has shape {list(given)}, and the configuration asks for {list(accepted)}")
+    return model
+
+
+def convert_model(conversion: Conversion, kind: Any, model: Any) -> Any:
     """Apply ``conversion`` to a model in memory; return a new model of class ``kind`` that shares no tensor with it.
 
-    Dtypes, train/eval mode and ``generation_config`` are those of ``model``. Buffers, such as the frequencies of the
-    rotary embedding, keep the precision in which ``kind`` creates them.
+    Dtypes, device, train/eval mode and ``generation_config`` are those of ``model``.
     """
-    target = kind(conversion.config)
-    shapes = {name: tuple(tensor.shape) for name, tensor in target.state_dict().items()}
-    planned = Planned(StateDict(model.state_dict()), conversion.plan, shapes)
-    target.load_state_dict({name: planned.tensor(name).clone() for name in conversion.plan}, strict=False, assign=True)
-    target.tie_weights()
+    tensors = assemble(conversion.plan, model.state_dict())
+    target = load_tensors(kind, conversion.config, tensors, model.dtype).to(model.device)
     target.generation_config = copy.deepcopy(model.generation_config)
     target.source_facts = vars(model).get("source_facts") or source_facts(model.config._name_or_path)
     return target.train(model.training)
-
-
-def check_tensors(found: Shapes, expected: Shapes, ignored: Iterable[str], what: str) -> None:
-    """Check the tensors of a checkpoint against those that its configuration requires.
-
-    Raises:
-        ValueError: with the names that are missing, unknown or of another shape; long lists end in a count.
-    """
-    ignored = set(ignored)
-    missing = [name for name in expected if name not in found]
-    extra = [name for name in found if name not in expected and name not in ignored]
-    other = [
-        f"{name} {found[name]} (expected {shape})"
-        for name, shape in expected.items()
-        if name in found and found[name] != shape
-    ]
-    lines = [
-        f"{len(names)} {kind}: {listed(names)}"
-        for kind, names in (("missing", missing), ("not known", extra), ("of another shape", other))
-        if names
-    ]
-    if lines:
-        raise UserError(f"the tensors are not those of {what}\n  " + "\n  ".join(lines))
 
 
 # Names. A role is what a tensor does in a decoder. A layout has one template for each role, ``{i}`` being the layer.
@@ -169,17 +123,45 @@ HUGGING_FACE: Names = {
     "norm": "model.norm.weight",
     "head": "lm_head.weight",
 }
+_CORE = "model.layers.{i}.self_attn.core"
+PACKAGE_NAMES: Names = {
+    **HUGGING_FACE,
+    **{name: f"{_CORE}.lam.{name}" for name in LAMBDAS},
+    "lambda_proj": f"{_CORE}.lam.proj.weight",
+    "head_norm": f"{_CORE}.head_norm.weight",
+    "activation_weight": "model.layers.{i}.mlp.act_fn.weight",
+    "activation_bias": "model.layers.{i}.mlp.act_fn.bias",
+}
+# Fields that the configurations of this package and of Llama-like models share.
+SHARED_FIELDS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "max_position_embeddings", "rope_parameters", "rms_norm_eps",
+    "tie_word_embeddings", "initializer_range", "pad_token_id", "bos_token_id", "eos_token_id",
+)  # fmt: skip
 
 
 def without(names: Names, *roles: str) -> Names:
     return {role: template for role, template in names.items() if role not in roles}
 
 
-@dataclass(frozen=True)
-class Change:
-    """The change of a role's tensor: ``make`` of it and of the tensors of ``others``, roles of the same layer."""
+def package_names(config: DiffTransformerConfig) -> Names:
+    """Name templates of the tensors in a model of ``config``."""
+    absent = ["head"] if config.tie_word_embeddings else []
+    if config.variant.lam != "learned":
+        absent += LAMBDAS
+    if not config.variant.sigmoids:
+        absent.append("lambda_proj")
+    if config.variant.head_norm != "weighted":
+        absent.append("head_norm")
+    if config.hidden_act != "poly_norm":
+        absent += ["activation_weight", "activation_bias"]
+    return without(PACKAGE_NAMES, *absent)
 
-    make: Callable[..., Tensor]
+
+class Change(NamedTuple):
+    """The change of a role's tensor: ``compute`` of it and of the tensors of ``others``, roles of the same layer."""
+
+    compute: Callable[..., Tensor]
     others: tuple[str, ...] = ()
 
 
@@ -188,26 +170,29 @@ def plan_of(source: Names, target: Names, layers: int, changes: dict[str, Change
 
     Lambda vectors become at least fp32, which is exact: they stay fp32 in a half-precision model.
     """
-    changes = changes or {}
     plan: Plan = {}
     for role, template in target.items():
-        change = changes.get(role)
-        roles = (role, *change.others) if change else (role,)
+        change = (changes or {}).get(role, Change(_same))
         dtype = torch.float32 if role in LAMBDAS else None
-        for i in _layers(template, layers):
-            sources = tuple(source[name].format(i=i) for name in roles)
-            made = Made(sources, change.make, dtype) if change else Made(sources, dtype=dtype)
-            plan[template.format(i=i)] = made
+        for i in range(layers) if "{i}" in template else (0,):
+            sources = tuple(source[name].format(i=i) for name in (role, *change.others))
+            plan[template.format(i=i)] = TargetTensor(sources, change.compute, dtype)
     return plan
 
 
-def shapes_by_role(names: Names, by_role: dict[str, tuple[int, ...]], layers: int) -> Shapes:
-    """Shapes of all tensors of a model, from one shape for each role."""
-    return {template.format(i=i): by_role[role] for role, template in names.items() for i in _layers(template, layers)}
+def refuse(config: DiffTransformerConfig, target: str, **accepted: Iterable) -> None:
+    """Check that each field named in ``accepted`` has one of the values that ``target`` can represent.
 
-
-def _layers(template: str, layers: int) -> Iterable[int]:
-    return range(layers) if "{i}" in template else (0,)
+    Raises:
+        UserError: naming every field that does not.
+    """
+    wrong = [
+        f"{name} is {getattr(config, name)!r}, it holds {' or '.join(map(repr, values))}"
+        for name, values in accepted.items()
+        if getattr(config, name) not in values
+    ]
+    if wrong:
+        raise UserError(f"{target} cannot hold this model: {'; '.join(wrong)}")
 
 
 # Rows. A projection has one row for each output channel, head after head: [heads * width, inputs]. These moves are
@@ -238,11 +223,6 @@ def split_from_adjacent(weight: Tensor, head_dim: int) -> Tensor:
 def take_heads(weight: Tensor, heads: list[int], width: int) -> Tensor:
     """Select the heads of ``weight`` in the order of ``heads``; a head may appear several times."""
     return weight.unflatten(0, (-1, width))[torch.tensor(heads)].flatten(0, 1)
-
-
-def each_head_twice(weight: Tensor, width: int) -> Tensor:
-    """Repeat every head of [heads * width, ...]: heads 2i and 2i + 1 are copies of head i."""
-    return weight.unflatten(0, (-1, width)).repeat_interleave(2, dim=0).flatten(0, 1)
 
 
 def fold_head_norm(output: Tensor, norm: Tensor) -> Tensor:

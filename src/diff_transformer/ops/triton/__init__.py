@@ -15,9 +15,9 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
+from diff_transformer.importing import when_imported
 from diff_transformer.ops.call import OPERANDS, Call, in_dtype, replace
 from diff_transformer.ops.hopper.support import switched_off
-from diff_transformer.registration import when_imported
 
 MAX_D, MAX_DV = 128, 256  # no tile of wider keys and accumulators fits the registers of a multiprocessor
 MIN_CAPABILITY = (8, 0)  # Ampere: bf16 products and asynchronous copies

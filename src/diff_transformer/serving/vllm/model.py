@@ -101,15 +101,14 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
             ValueError: for tensors that are missing, unknown, or of another shape.
         """
         if getattr(self.config, "published", None):
-            loaded = super().load_weights(published.checked(self.config, weights, whole=not self.loaded))
-        else:
-            with torch.device("meta"):
-                ours = CausalLM(self.config).state_dict()
-            names = {name: tuple(tensor.shape) for name, tensor in ours.items()}
-            checked = CheckedWeights(names, tied=self.config.tie_word_embeddings, quantized=self.quantized)
-            loaded = super().load_weights(checked.check(weights))
-            if not self.loaded:
-                checked.require_all()
+            weights = published.converted(published.conversion(self.config.published).plan, weights)
+        with torch.device("meta"):
+            state = CausalLM(self.config).state_dict()
+        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
+        checked = CheckedWeights(shapes, tied=self.config.tie_word_embeddings, quantized=self.quantized)
+        loaded = super().load_weights(checked.check(weights))
+        if not self.loaded:
+            checked.require_all()
         self.loaded = True
         for module in self.modules():
             if isinstance(module, Attention):

@@ -9,13 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedConfig
+from transformers import DiffLlamaConfig, PreTrainedConfig
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.layouts import LAYOUTS
-from diff_transformer.model.convert.plan import Plan
-from diff_transformer.serving.vllm.checks import CheckedWeights
+from diff_transformer.model.convert import diffllama, motif
+from diff_transformer.model.convert.plan import Conversion, Plan
 
 ARCHITECTURES = {"diffllama": "DiffLlamaForCausalLM", "motif": "MotifForCausalLM"}  # by layout
 MODEL_TYPES = {"diffllama": "diffllama", "motif": "motif", "Motif": "motif"}  # in config.json: layout
@@ -49,28 +48,18 @@ def package_config(settings: dict[str, Any], name: str) -> DiffTransformerConfig
             "checkpoint that was quantised, with vLLM's --quantization if it must be smaller"
         )
     layout = MODEL_TYPES[settings["model_type"]]
-    module = LAYOUTS[layout].load()
-    config = module.to_package(module.parse(settings, name)).config
+    config = conversion(settings).config
     config.architectures = [ARCHITECTURES[layout]]
     config.dtype = getattr(torch, settings.get("dtype") or settings.get("torch_dtype") or "float32")
     config.published = settings
     return config
 
 
-def checked(
-    config: DiffTransformerConfig, weights: Iterable[tuple[str, Tensor]], *, whole: bool = True
-) -> Iterator[tuple[str, Tensor]]:
-    """Our tensors, made of a published checkpoint's as they arrive; not ``whole``: some may be missing.
-
-    Raises:
-        ValueError: for tensors that are missing, unknown or of another shape, by the names that they have there.
-    """
-    module = LAYOUTS[MODEL_TYPES[config.published["model_type"]]].load()
-    theirs = module.parse(config.published, "config.json")
-    names = CheckedWeights(module.tensors(theirs), tied=config.tie_word_embeddings)
-    yield from converted(module.to_package(theirs).plan, names.check(weights))
-    if whole:
-        names.require_all()
+def conversion(settings: dict[str, Any]) -> Conversion:
+    """The conversion of a published checkpoint with these ``settings`` to this package's layout."""
+    if MODEL_TYPES[settings["model_type"]] == "motif":
+        return motif.to_package(settings)
+    return diffllama.to_package(DiffLlamaConfig.from_dict(settings))
 
 
 def converted(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -79,17 +68,18 @@ def converted(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tup
     Tensors that the plan does not name, such as the head beside tied embeddings, are left out.
     """
     waiting: dict[str, set[str]] = {}
-    for target, made in plan.items():
-        for source in made.sources:
-            waiting.setdefault(source, set()).add(target)
-    kept: dict[str, Tensor] = {}
-    for name, tensor in tensors:
-        kept[name] = tensor
-        for target in sorted(waiting.get(name, ())):
-            made = plan[target]
-            if all(source in kept for source in made.sources):
-                yield target, made.make(*(kept[source] for source in made.sources)).to(made.dtype or tensor.dtype)
-                for source in made.sources:
-                    waiting[source].discard(target)
-        for done in [source for source in kept if not waiting.get(source)]:
-            del kept[done]
+    for name, target in plan.items():
+        for source in target.sources:
+            waiting.setdefault(source, set()).add(name)
+    loaded: dict[str, Tensor] = {}
+    for source, tensor in tensors:
+        loaded[source] = tensor
+        for name in sorted(waiting.get(source, ())):
+            target = plan[name]
+            if all(each in loaded for each in target.sources):
+                result = target.compute(*(loaded[each] for each in target.sources))
+                yield name, result.to(target.dtype or tensor.dtype)
+                for each in target.sources:
+                    waiting[each].discard(name)
+        for done in [each for each in loaded if not waiting.get(each)]:
+            del loaded[done]
