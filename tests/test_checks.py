@@ -20,7 +20,6 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.outliers import evaluate_outliers
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import preset
-from diff_transformer.settings import value_of
 
 
 def test_names_and_values_are_said():
@@ -100,8 +99,3 @@ def test_a_file_that_is_not_json_is_named(tmp_path, content):
         read_json(tmp_path / "pipe.json")
     with pytest.raises(FileNotFoundError):
         read_json(tmp_path / "nothing.json")
-
-
-@pytest.mark.parametrize("value", ["[" * 10**5, "9" * 5000])
-def test_a_value_that_json_does_not_hold_is_a_text(value):
-    assert value_of(value) == value

@@ -44,7 +44,7 @@ def source_config() -> RunConfig:
         config.train, steps=SOURCE_STEPS, batch_size=8, validate_every=500, validation_rows=128, checkpoint_every=500,
         threads=1,
     )  # fmt: skip
-    return config.validate()
+    return config
 
 
 def more_config(start: Path, seed: int, rate: float = RATES[0]) -> RunConfig:
@@ -56,7 +56,7 @@ def more_config(start: Path, seed: int, rate: float = RATES[0]) -> RunConfig:
     config.train = dataclasses.replace(
         config.train, initial_model=str(start), steps=MORE_STEPS, seed=100 + seed, validate_every=VALIDATE_EVERY
     )
-    return config.validate()
+    return config
 
 
 def trained(config: RunConfig, folder: Path, training_data=None):

@@ -9,7 +9,6 @@ from diff_transformer.bench.decode import DecodeShape
 from diff_transformer.bench.generation import ModelSetting
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.bench.throughput import ThroughputSetting
-from diff_transformer.durable import DiskError
 from diff_transformer.errors import UserError
 
 
@@ -48,7 +47,7 @@ def test_nothing_is_overwritten_unasked(tiny, tmp_path):
 def test_a_folder_that_may_not_be_written_to_is_said_before_anything_is_timed(tmp_path, monkeypatch):
     monkeypatch.setattr(run, "_run", None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
-    with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
+    with pytest.raises(UserError, match=f"{tmp_path} may not be written to; choose another --out"):
         run.run_bench("attention", tmp_path / "new" / "attention.json")
 
 

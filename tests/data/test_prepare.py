@@ -18,7 +18,6 @@ from diff_transformer.data import prepare as prepare_module
 from diff_transformer.data.prepare import PrepareConfig, pieces, prepare, totals
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
 from diff_transformer.data.tokens import Shards, load_prepared_tokenizer, read_plan, verify
-from diff_transformer.durable import DiskError
 from diff_transformer.errors import UserError
 
 END = 256
@@ -222,7 +221,7 @@ def test_nothing_is_written_over(tmp_path, rows):
         with pytest.raises(UserError, match="own holds something else; choose another folder"):
             prepare(rows, tmp_path / "own", resume=resume)
     (tmp_path / "file").write_text("")
-    with pytest.raises(DiskError, match="file is a file; choose another --out"):
+    with pytest.raises(UserError, match="file is a file; choose another --out"):
         prepare(rows, tmp_path / "file" / "out")
 
 

@@ -1,11 +1,10 @@
 """One of several training processes: ``python parallel_worker.py jobs.json``, with torchrun's variables set.
 
 A job is {"folder", "set": assignments, "resume", "interrupt": [rank, step], "kill": [rank, step],
-"kill writing": [rank, function, call], "sleep": [rank, step, seconds]}; what it raised is written to jobs.json.RANK,
+"sleep": [rank, step, seconds]}; what it raised is written to jobs.json.RANK,
 and FOLDER.killed when a rank was killed.
 """
 
-import itertools
 import json
 import os
 import signal
@@ -21,7 +20,6 @@ import torch
 
 from diff_transformer.durable import write_whole
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.train import checkpoint, shards
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.loop import train
 from diff_transformer.train.training_data import load_training_data
@@ -42,28 +40,6 @@ class Mixture:
 def kill_this_process(mark: Path) -> None:
     mark.touch()
     os.kill(os.getpid(), signal.SIGKILL)
-
-
-WRITING = {  # functions of a write of a checkpoint in parts
-    "write_data": shards.ShardWriter,
-    "write": shards.HashingFile,
-    "read_back": shards,
-    "write_manifest": checkpoint,
-    "_replace": checkpoint,
-    "_forget_older": checkpoint,
-}
-
-
-def kill_writing(name: str, call: int, mark: Path) -> None:
-    """Kill this process at call number ``call`` of a function that writes checkpoints."""
-    calls, write = itertools.count(1), getattr(WRITING[name], name)
-
-    def deadly(*arguments, **options):
-        if next(calls) == call:
-            kill_this_process(mark)
-        return write(*arguments, **options)
-
-    setattr(WRITING[name], name, deadly)
 
 
 _made: dict[str, Any] = {}
@@ -92,8 +68,6 @@ def run(job: dict, rank: int) -> str | None:
     if job.get("kill", [None])[0] == rank:
         die = partial(kill_this_process, Path(job["folder"] + ".killed"))
         training_data = replace(training_data, mixture=Mixture(training_data.mixture, job["kill"][1], die))
-    if job.get("kill writing", [None])[0] == rank:
-        kill_writing(*job["kill writing"][1:], Path(job["folder"] + ".killed"))
     try:
         train(config, Path(job["folder"]), resume=job.get("resume", False), data=training_data)
     except BaseException as error:

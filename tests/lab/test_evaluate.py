@@ -13,7 +13,6 @@ from tiny_models import save_tiny_model
 from typer.testing import CliRunner
 
 from diff_transformer.cli import app
-from diff_transformer.durable import DiskError
 from diff_transformer.errors import UserError
 from diff_transformer.evals import long_nll
 from diff_transformer.evals.types import Result
@@ -45,7 +44,7 @@ def test_models_beside_experiments_without_one():
 
 def test_a_folder_that_may_not_be_written_to_is_said_before_a_model_is_read(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
-    with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
+    with pytest.raises(UserError, match=f"{tmp_path} may not be written to; choose another --out"):
         run_suite(Plan(["needle", "outliers"], ["/nowhere"]), tmp_path / "out")
 
 
@@ -64,31 +63,29 @@ def test_an_ablation_without_the_extra_for_training_writes_nothing(tmp_path, mon
 def test_settings_made_in_python_are_checked_too(samples, tmp_path):
     from diff_transformer.evals.needle import Settings
 
-    with pytest.raises(ValueError, match=f"needle: samples is {samples!r}; give a whole number"):
+    with pytest.raises(ValueError, match=f"needle.samples is {samples!r}; input should be a valid integer"):
         run_eval("needle", None, Settings(samples=samples), tmp_path / "r.json")
 
 
 @pytest.mark.parametrize("seed", [-5, 10**22])
 def test_a_seed_that_some_generator_does_not_take(seed):
-    with pytest.raises(ValueError, match=f"needle: seed is {seed}; give a whole number from 0 to 4294967295"):
+    with pytest.raises(ValueError, match=f"needle.seed is {seed}; give a whole number from 0 to 4294967295"):
         settings_of("needle", {"seed": seed})
 
 
 @pytest.mark.parametrize(
-    ("name", "assignment", "example"),
+    ("name", "assignment", "message"),
     [
-        ("needle", "lengths=64", r"lengths is 64; give a value like \[64\]$"),
-        ("many_shot", "shots=4", r"shots is 4; give a value like \[1, 10, 100\]$"),
-        ("ablation", "rows=diff", r"rows is 'diff'; give a value like '\[\"transformer\", \"diff\"\]'$"),
-        ("needle", "cells=4", r"cells is 4; give a value like \[\[1, 1\], \[2, 2\]"),
-        ("long_nll", "allow_beyond=yes", "allow_beyond is 'yes'; give a value like false$"),
+        ("needle", "lengths=64", "needle.lengths is 64; input should be a valid array"),
+        ("ablation", "rows=diff", "ablation.rows is 'diff'; input should be a valid array"),
+        ("needle", "cells=[4]", "needle.cells.0 is 4; input should be a valid array"),
+        ("long_nll", "allow_beyond=yes", "long_nll.allow_beyond is 'yes'; input should be a valid boolean"),
+        ("needle", "colour=red", "no setting 'needle.colour'"),
     ],
 )
-def test_the_example_of_a_value_can_be_given(name, assignment, example):
-    with pytest.raises(ValueError, match=example) as caught:
+def test_a_value_that_a_setting_does_not_accept_is_named(name, assignment, message):
+    with pytest.raises(ValueError, match=message):
         settings_of(name, {}, [assignment])
-    value = str(caught.value).rsplit("value like ", 1)[1].strip("'")
-    settings_of(name, {}, [f"{assignment.split('=')[0]}={value}"])
 
 
 MINE = Path(__file__).parents[2] / "examples" / "my_experiment.py"
@@ -193,7 +190,7 @@ def test_an_interrupted_run_goes_on_with_settings_that_change_nothing(tmp_path, 
 
 @pytest.mark.parametrize(
     ("name", "setting", "message"),
-    [("quantization", {"samples": -3}, "samples is -3"), ("many_shot", {"shots": [1.5]}, r"shots is \[1.5\]; give")],
+    [("quantization", {"samples": -3}, "samples is -3"), ("many_shot", {"shots": [1.5]}, r"shots.0 is 1.5; input")],
 )
 def test_numbers_out_of_range_are_refused(name, setting, message, tmp_path):
     with pytest.raises(ValueError, match=message):
@@ -203,7 +200,7 @@ def test_numbers_out_of_range_are_refused(name, setting, message, tmp_path):
 def test_a_script_names_the_model_and_the_settings(tmp_path):
     """A folder, settings by name over the quick ones, and paths as text; a wrong name writes nothing."""
     save_tiny_model(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"outliers has no setting sample \(did you mean 'samples'"):
+    with pytest.raises(ValueError, match=r"no setting 'outliers.sample'; did you mean outliers.samples"):
         run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.json"))
     assert not (tmp_path / "one.json").exists()
     result = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.json"), quick=True)

@@ -15,7 +15,7 @@ from command_line import cli
 from killed_runs import assert_same_run
 from tiny_models import save_tiny_model
 
-from diff_transformer.durable import DiskError
+from diff_transformer.errors import UserError
 from diff_transformer.lab import processes
 from diff_transformer.lab.evaluate import Plan
 from diff_transformer.lab.pool import LOG, RunFailed, run_pool
@@ -206,7 +206,7 @@ def test_what_only_this_process_sees_is_refused_and_a_run_is_tried_four_times(ta
     own = os.open(tmp_path, os.O_RDONLY)
     os.dup2(own, 200)
     folder = Path("/proc/self/fd/200")
-    with pytest.raises(DiskError, match=r"^every node must see /proc/self/fd/200: node \S+ does not see it, .*; give"):
+    with pytest.raises(UserError, match=r"^every node must see /proc/self/fd/200: node \S+ does not see it, .*; give"):
         RayTasks(folder / "study", cluster.address)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(RunFailed, match=r"exit code -9(.|\n)*lost: (.|\n)*no attempt is left"):

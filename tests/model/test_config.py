@@ -110,10 +110,9 @@ def test_config_survives_saving(tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "value", "held"),
-    [("num_hidden_layers", 2.0, 2), ("hidden_size", np.int64(32), 32), ("lambda_learned", np.bool_(True), True),
-     ("rms_norm_eps", np.float64(1e-5), 1e-5), ("lambda_init", np.float64(0.5), 0.5), ("sliding_window", 8.0, 8)],
-)  # fmt: skip
-def test_whole_floats_and_scalars_of_numpy_are_numbers(name, value, held):
+    [("hidden_size", np.int64(32), 32), ("rms_norm_eps", np.float64(1e-5), 1e-5), ("rms_norm_eps", 0, 0.0)],
+)
+def test_scalars_of_numpy_are_numbers(name, value, held):
     config = preset("debug", **{name: value})
     assert (getattr(config, name), type(getattr(config, name))) == (held, type(held))
     assert config.to_json_string()

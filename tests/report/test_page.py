@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from diff_transformer.durable import DiskError
 from diff_transformer.errors import UserError
 from diff_transformer.report import ResultsError, load_results, write_report
 from diff_transformer.report.claims import interval, render_claims, two
@@ -69,7 +68,7 @@ def test_existing_file_is_kept_unless_told(tmp_path, results):
 
 def test_a_folder_that_may_not_be_written_to_is_said_before_the_page_is_made(tmp_path, results, monkeypatch):
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
-    with pytest.raises(DiskError, match=f"{tmp_path} may not be written to; choose another --out"):
+    with pytest.raises(UserError, match=f"{tmp_path} may not be written to; choose another --out"):
         write_report(results, tmp_path / "new" / "page.html")
     assert not list(tmp_path.iterdir())
 

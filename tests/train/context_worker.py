@@ -15,19 +15,18 @@ import torch.distributed as dist
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.inputs import Packing, Visible
-from diff_transformer.train.context_parallel import SequencePart, _attend_own_heads, _attend_own_queries
+from diff_transformer.train.context_parallel import SequencePart, _attend_own_queries
 
 BATCH, LENGTH, HIDDEN = 2, 48, 32
 PACKED = [0, 5, 6, 40, 48, 49, 96]  # documents of the two rows: long, short, one token, a whole tail
 CASES = [
-    ("diff", "gather", {}), ("diff", "heads", {}), ("diff", "gather", {"num_key_value_heads": 8}),
-    ("diff", "gather", {"sliding_window": 7}), ("softmax", "gather", {}), ("softmax", "heads", {}),
-    ("softmax", "gather", {"sliding_window": 7, "num_key_value_heads": 8}), ("diff_v2", "gather", {}),
-    ("diff_v2", "heads", {}), ("grouped_diff", "gather", {}), ("dint", "heads", {}), ("diff_v3", "gather", {}),
+    ("diff", {}), ("diff", {"num_key_value_heads": 8}), ("diff", {"sliding_window": 7}), ("softmax", {}),
+    ("softmax", {"sliding_window": 7, "num_key_value_heads": 8}), ("diff_v2", {}), ("grouped_diff", {}),
+    ("diff_v3", {}),
 ]  # fmt: skip
 
 
-def errors(attention: str, method: str, fields: dict, bounds: list[int], context: SequencePart) -> float:
+def errors(attention: str, fields: dict, bounds: list[int], context: SequencePart) -> float:
     """The largest difference of output and of gradients of q, k and v between this process's part and the whole."""
     config = DiffTransformerConfig(
         attention=attention,
@@ -59,8 +58,7 @@ def errors(attention: str, method: str, fields: dict, bounds: list[int], context
         (out * cut(upstream, 1)).sum().backward()
         return [out.detach(), *(x.grad for x in inputs)]
 
-    attend = _attend_own_queries if method == "gather" else _attend_own_heads
-    found = results(partial(attend, context, core, core.attend_documents), context.of)
+    found = results(partial(_attend_own_queries, context, core, core.attend_documents), context.of)
     whole = results(core.attend_documents, lambda x, dim: x)
     dims = (1, 2, 2, 2)
     return max(
@@ -73,10 +71,10 @@ def main() -> None:
     dist.init_process_group("gloo")
     context = SequencePart(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
     found = {}
-    for attention, method, fields in CASES:
+    for attention, fields in CASES:
         for name, bounds in {"joined": [0, LENGTH, 2 * LENGTH], "packed": PACKED}.items():
             torch.manual_seed(0)  # the same inputs on every process
-            found[" ".join([attention, method, name, *fields])] = errors(attention, method, fields, bounds, context)
+            found[" ".join([attention, name, *fields])] = errors(attention, fields, bounds, context)
     (Path(sys.argv[1]) / f"{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

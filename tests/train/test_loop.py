@@ -11,18 +11,15 @@ import numpy as np
 import pytest
 import torch
 from killed_runs import OF_THE_MACHINE
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.train.checkpoint import Saver, latest_checkpoint
+from diff_transformer.train.checkpoint import Checkpoints, latest_checkpoint
 from diff_transformer.train.config import override
-from diff_transformer.train.initial_model import build_model
-from diff_transformer.train.loop import Interrupted, deterministic_algorithms, train
+from diff_transformer.train.loop import Diverged, Interrupted, deterministic_algorithms, train
 from diff_transformer.train.metrics import read_metrics
-from diff_transformer.train.run_folder import open_run_folder
-from diff_transformer.train.training_data import load_training_data, without_first_tokens
+from diff_transformer.train.training_data import without_first_tokens
 
 
 @pytest.fixture(scope="module")
@@ -82,6 +79,7 @@ def test_the_card_says_how_the_model_was_trained(config, tmp_path):
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 7), (signal.SIGINT, 10)])
 def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path):
+    said = []
     train(config, tmp_path / "whole")
 
     def stop(done, values):
@@ -91,7 +89,8 @@ def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path)
     with pytest.raises(Interrupted, match=f"stopped after step {step}"):
         train(config, tmp_path / "halved", progress=stop)
     assert not (tmp_path / "halved" / "model").exists()
-    train(config, tmp_path / "halved", resume=True)
+    train(config, tmp_path / "halved", resume=True, announce=said.append)
+    assert said[0] == f"continues after step {step} of 20"
     assert same(weights(tmp_path / "halved"), weights(tmp_path / "whole"))
     halved, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("halved", "whole"))
     for line in (*halved, *whole):
@@ -144,8 +143,8 @@ def test_a_run_does_not_go_on_with_another_text(config, tmp_path):
 
 
 def test_the_time_for_which_a_checkpoint_stops_training_is_logged(config, tmp_path, monkeypatch):
-    save = Saver.save
-    monkeypatch.setattr(Saver, "save", lambda *arguments: time.sleep(0.1) or save(*arguments))
+    save = Checkpoints.save
+    monkeypatch.setattr(Checkpoints, "save", lambda *arguments: time.sleep(0.1) or save(*arguments))
     train(override(config, ["train.steps=8", "train.log_every=2", "train.checkpoint_every=4"]), tmp_path / "run")
     lines = {line["step"]: line.get("checkpoint_seconds") for line in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     assert 0.1 <= lines.pop(6) < 60
@@ -181,7 +180,7 @@ def test_accumulation_is_the_whole_batch(config, tmp_path):
 
 def test_activation_checkpointing_changes_nothing(config, tmp_path):
     train(config, tmp_path / "plain")
-    for what in ("true", "selective", "auto"):
+    for what in ("full", "selective", "auto"):
         train(override(config, [f"train.activation_checkpointing={what}"]), tmp_path / what)
         assert same(weights(tmp_path / what), weights(tmp_path / "plain")), what
 
@@ -214,53 +213,10 @@ def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
     config = override(
         config, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0", "train.checkpoint_every=1"]
     )
-    with pytest.raises(FloatingPointError, match=r"step \d+: loss .*intact.*Lower optim.lr"):
+    with pytest.raises(Diverged, match=r"step \d+: loss .*intact.*Lower optim.lr"):
         train(config, tmp_path / "run")
     assert latest_checkpoint(tmp_path / "run") is not None
     assert not (tmp_path / "run" / "model").exists()
-
-
-def cut(path):
-    path.write_bytes(path.read_bytes()[:-10])
-
-
-def one_tensor_less(path):
-    save_file(dict([*load_file(path).items()][1:]), path, metadata={"format": "pt"})
-
-
-@pytest.mark.parametrize(
-    ("name", "damage"),
-    [
-        ("model.safetensors", Path.unlink), ("model.safetensors", cut), ("model.safetensors", one_tensor_less),
-        ("config.json", Path.unlink), ("config.json", cut), ("model.safetensors", lambda path: path.write_bytes(b"")),
-    ],
-)  # fmt: skip
-def test_a_finished_run_whose_model_is_damaged_writes_it_again(config, finished, tmp_path, caplog, name, damage):
-    folder, weights = tmp_path / "run", (finished / "model" / "model.safetensors").read_bytes()
-    shutil.copytree(finished, folder)
-    (folder / "model" / "notes.txt").write_text("mine")
-    damage(folder / "model" / name)
-    train(config, folder, resume=True)
-    assert "the saved model is damaged: " in caplog.text
-    assert any(said in caplog.text for said in (name, "lacks", "holds no .safetensors file", "the largest dimension"))
-    assert (folder / "model" / "model.safetensors").read_bytes() == weights
-    assert (folder / "model" / "config.json").read_bytes() == (finished / "model" / "config.json").read_bytes()
-    assert (folder / "model.damaged" / "notes.txt").read_text() == "mine"
-
-
-@pytest.mark.parametrize("content", [b'{"name": "\xff"}', b"[" * 10**5, b"[1]", b'{"optio": {}}'])
-def test_a_run_s_configuration_that_is_damaged_is_named(config, tmp_path, content):
-    (tmp_path / "config.json").write_bytes(content)
-    with pytest.raises(ValueError, match=r"config\.json(:| is not JSON \(| holds a list, not the config)"):
-        open_run_folder(tmp_path, config, resume=True)
-    assert (tmp_path / "config.json").read_bytes() == content
-
-
-@pytest.fixture(scope="module")
-def finished(config, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("finished") / "run"
-    train(config, folder)
-    return folder
 
 
 def test_folders_are_never_overwritten(config, tmp_path):
@@ -272,19 +228,11 @@ def test_folders_are_never_overwritten(config, tmp_path):
     (tmp_path / "run" / "model" / "notes.txt").write_text("mine")
     train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "model" / "notes.txt").read_text() == "mine", "a finished run is not written again"
-    assert not (tmp_path / "run" / "model.damaged").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty and holds no run"):
         train(config, tmp_path / "other", resume=True)
     assert (tmp_path / "other" / "thesis.txt").read_text() == "mine"
-
-
-def test_pair_starts_from_the_same_weights(config):
-    tokenizer = load_training_data(config).tokenizer
-    diff = build_model(config, tokenizer).state_dict()
-    softmax = build_model(override(config, ["model.attention=softmax"]), tokenizer).state_dict()
-    assert all(torch.equal(diff[name], softmax[name]) for name in softmax)
 
 
 @pytest.mark.parametrize(
@@ -313,9 +261,9 @@ def test_a_backend_that_is_not_here_leaves_no_folder(config, tmp_path):
 
 def test_a_run_that_ends_in_its_warm_up_says_so_and_runs(config, tmp_path, caplog):
     train(override(config, ["train.steps=6"]), tmp_path / "enough")
-    assert caplog.messages == []
+    assert [record for record in caplog.records if record.name == "diff_transformer"] == []
     train(override(config, ["train.steps=2"]), tmp_path / "short")
-    (said,) = caplog.messages
+    (said,) = [record.getMessage() for record in caplog.records if record.name == "diff_transformer"]
     assert said.startswith("optim.warmup_steps 5 is not less than train.steps 2")
     assert (tmp_path / "short" / "model").exists()
 
@@ -361,8 +309,6 @@ def test_documents_kept_apart_train_too(config, tmp_path):
     last = [read_metrics(tmp_path / name / "metrics.jsonl")[-1]["validation_loss"] for name in ("joined", "separate")]
     first = read_metrics(tmp_path / "separate" / "metrics.jsonl")[0]["validation_loss"]
     assert last[1] < first
-    with pytest.raises(ValueError, match=r"data\.documents is 'apart'; accepted: 'joined', 'separate'"):
-        override(config, ["data.documents=apart"]).validate()
 
 
 def test_first_tokens_of_documents_have_no_label():

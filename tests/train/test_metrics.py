@@ -1,20 +1,21 @@
 """What a run writes while it trains: whole lines, grouped scalars, alarms, and numbers that are right."""
 
-import errno
 import json
-import logging
 import math
 import mmap
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.durable import DiskError
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.presets import preset
-from diff_transformer.train.metrics import DIGEST, GROUPS, MetricsLog, read_metrics, scalars
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import train
+from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics, scalars
 from diff_transformer.train.telemetry import (
     by_source,
     gradient_norms,
@@ -24,10 +25,6 @@ from diff_transformer.train.telemetry import (
     part_of,
     telemetry,
 )
-
-
-def log_of(folder, step=0, **options):
-    return MetricsLog(folder, step, **options)
 
 
 @pytest.fixture
@@ -122,126 +119,51 @@ def test_loss_by_source_is_a_mean_over_its_tokens():
 
 def test_lines_and_scalars(tmp_path):
     values = {
-        "loss": 2.5, "lr": 1e-3, "grad_norm": 0.5, "grad_norm_by_part": {"query": 0.3, "head_norm": 0.4},
-        "lambda": [0.2, 0.4], "head_norm_gain": [0.1, 0.1], "tokens_per_second": 9e3, "mfu": 0.4, "memory_bytes": 5,
-        "loss_by_source": {"text": 2.6}, "validation_loss": 2.7,
+        "loss": 2.5, "grad_norm": 0.5, "grad_norm_by_part": {"query": 0.3, "head_norm": 0.4}, "lambda": [0.2, 0.4],
+        "validation_loss": 2.7,
     }  # fmt: skip
-    log = log_of(tmp_path)
+    log = MetricsLog(tmp_path, 0)
     log.write(10, values)
     log.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 10, **values}]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert set(board.Tags()["scalars"]) == {
-        "loss/train", "loss/validation", "loss by source/text", "optimizer/lr", "grad norm/total", "grad norm/query",
-        "grad norm/head norm", "lambda/layer 0", "lambda/layer 1", "head norm gain/layer 0", "head norm gain/layer 1",
-        "speed/tokens per second", "speed/mfu", "memory/bytes",
+        "loss", "validation_loss", "grad_norm", "grad_norm_by_part/query", "grad_norm_by_part/head_norm",
+        "lambda/layer 0", "lambda/layer 1",
     }  # fmt: skip
-    (event,) = board.Scalars("grad norm/query")
+    (event,) = board.Scalars("grad_norm_by_part/query")
     assert (event.step, event.value) == (10, pytest.approx(0.3))
-
-
-def test_what_has_no_group_is_written_under_its_name():
-    assert scalars({"brand_new": 1, "note": "text", "nothing": None}) == [("brand_new", 1)]
+    assert scalars({"brand_new": 1, "rows": "text", "nothing": None}) == {"brand_new": 1}
 
 
 def test_resuming_drops_what_came_after_the_checkpoint_and_what_was_cut(tmp_path):
-    log = log_of(tmp_path)
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    log = MetricsLog(tmp_path, 0)
     for step in range(1, 6):
         log.write(step, {"loss": float(step)})
     log.close()
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write('{"step": 6, "lo')
     assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
-    log = log_of(tmp_path, 3)
-    log.note(3, "resumed")
+    log = MetricsLog(tmp_path, 3)
     log.write(4, {"loss": 40.0})
     log.close()
     kept = [(line["step"], line.get("loss")) for line in read_metrics(tmp_path / "metrics.jsonl")]
-    assert kept == [(1, 1.0), (2, 2.0), (3, 3.0), (3, None), (4, 40.0)]
+    assert kept == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
-    assert [(event.step, event.value) for event in board.Scalars("loss/train")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
+    MetricsLog(tmp_path, 0).close()  # killed before its first checkpoint: it begins again
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
-def test_a_run_that_begins_again_begins_with_an_empty_file(tmp_path):
-    """A run killed before its first checkpoint must not log step 0 twice."""
-    for _ in range(2):
-        log = log_of(tmp_path)
-        log.write(0, {"validation_loss": 6.0})
-        log.write(1, {"loss": 6.0})
-        log.close()
-    assert [line["step"] for line in read_metrics(tmp_path / "metrics.jsonl")] == [0, 1]
-
-
-def test_a_line_that_is_no_line_ends_the_reading(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b'{"step": 1}\n\xff\xfe\x00garbage\n{"step": 3}\n')
-    assert read_metrics(path) == [{"step": 1}]
-    path.write_text('{"step": 1}\n[1]\n{"step": 3}\n')
-    assert read_metrics(path) == [{"step": 1}]
-    assert read_metrics(tmp_path / "nothing") == []
-
-
-def test_each_layer_raises_one_alarm_also_after_a_resume(tmp_path, caplog):
-    log = log_of(tmp_path)
-    with caplog.at_level(logging.WARNING):
-        log.write(1, {"lambda": [0.5, 1.2, 0.3]})
-        log.write(2, {"lambda": [0.5, 1.3, -0.1]})
-        log.close()
-        again = log_of(tmp_path, 2)
-        again.write(3, {"lambda": [1.5, 1.3, -0.1]})
-        again.close()
-    assert [record.getMessage() for record in caplog.records] == [
-        "step 1: lambda of layer 1 is 1.200, outside 0 to 1",
-        "step 2: lambda of layer 2 is -0.100, outside 0 to 1",
-        "step 3: lambda of layer 0 is 1.500, outside 0 to 1",
-    ]
-
-
-def test_other_ranks_write_nothing(tmp_path):
-    log = log_of(tmp_path, active=False)
-    log.write(1, {"loss": 1.0})
-    log.note(1, "text")
-    log.flush()
-    log.close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_full_disk_names_the_folder(tmp_path):
-    class Full:
-        def write(self, text):
-            raise OSError(errno.ENOSPC, "No space left on device")
-
-        def close(self):
-            pass
-
-    log = log_of(tmp_path)
-    log._file.close()
-    log._file = Full()
-    with pytest.raises(DiskError, match=rf"metrics\.jsonl at step 7 could not be written in {tmp_path}: the disk or"):
-        log.write(7, {"loss": 1.0})
-    log.close()
-
-
-def test_the_rewrite_at_a_resume_is_whole_or_not_there(tmp_path, monkeypatch):
-    log = log_of(tmp_path)
-    log.write(1, {"loss": 1.0})
-    log.close()
-
-    def crash(*_):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("os.replace", crash)
-    with pytest.raises(OSError, match="Input/output error"):
-        log_of(tmp_path, 1)
-    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 1.0}]
-
-
-def test_the_list_of_metrics_is_the_documented_one():
-    from pathlib import Path
-
+def test_the_list_of_metrics_is_the_documented_one(texts, tmp_path):
+    settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=2", "train.log_every=1"]
+    train(override(recipe("debug"), settings), tmp_path / "run")
+    written = {key for line in read_metrics(tmp_path / "run" / "metrics.jsonl") for key in line}
     text = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()
     documented = {line.split("`")[1] for line in text.splitlines() if line.startswith("| `")}
-    assert documented == {"step", "note", DIGEST, *GROUPS}
+    assert documented - {"checkpoint_seconds"} == written - {"checkpoint_seconds"}
+    assert DIGEST in documented
     assert json.loads(text.split("```json\n")[1].split("```")[0])["step"] == 200
 
 

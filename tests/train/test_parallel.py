@@ -13,7 +13,7 @@ from diff_transformer.train.config import override
 from diff_transformer.train.loop import Interrupted, train
 from diff_transformer.train.training_data import load_training_data
 
-IN_PARTS = ["train.parallel.sharded_checkpoints=true", "train.checkpoint_async=true"]
+IN_BACKGROUND = ["train.checkpoint_async=true"]
 pytestmark = pytest.mark.timeout(2 * SECONDS)
 
 
@@ -46,11 +46,11 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 def test_two_processes_train_like_one(base, tmp_path):
     """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, HSDP in four, tensor parallel,
     context parallel; FSDP2 with one process; DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with
-    checkpoints in parts and in the background; a run begun alone and resumed under FSDP2, in passes; a stall."""
+    checkpoints in the background; a run begun alone and resumed under FSDP2, in passes; a stall."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "begun alone", base, stop_at=10)
-    memory = ["train.activation_checkpointing=true", "train.loss_chunk=100", "train.micro_batch_size=1"]
-    parts = [*base, *STRATEGIES["fsdp"], *IN_PARTS, "train.checkpoint_every=3"]
+    memory = ["train.activation_checkpointing=full", "train.loss_chunk=100", "train.micro_batch_size=1"]
+    background = [*base, *STRATEGIES["fsdp"], *IN_BACKGROUND, "train.checkpoint_every=3"]
     slow = [*base, *STRATEGIES["ddp"], "train.parallel.stall_seconds=2"]
     jobs = [
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
@@ -59,27 +59,25 @@ def test_two_processes_train_like_one(base, tmp_path):
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
         job(tmp_path / "context", [*base, *STRATEGIES["context"], "train.micro_batch_size=4"]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
-        job(tmp_path / "begun in parts", parts, interrupt=[1, 10]),
+        job(tmp_path / "begun by fsdp", background, interrupt=[1, 10]),
         job(tmp_path / "begun alone", [*base, *STRATEGIES["fsdp"], "train.micro_batch_size=3"], resume=True),
         job(tmp_path / "slow", slow, sleep=[1, 7, 60]),
     ]
     raised, codes, printed = run_together(tmp_path, jobs)
     for of_rank in raised:
         assert [text and text[:11] for text in of_rank[:8]] == [*[None] * 5, *["Interrupted"] * 2, None], printed
-    for name in ("begun by two", "begun in parts"):
+    for name in ("begun by two", "begun by fsdp"):
         run_alone(tmp_path / name, base, resume=True)
     (of_one,), _, printed_by_one = run_together(
         tmp_path, [job(tmp_path / "alone", [*base, *STRATEGIES["fsdp"]])], processes=1
     )
     assert of_one == [None], printed_by_one
-    for name in ("ddp", "fsdp", "hsdp", "tp", "context", "alone", "begun by two", "begun in parts", "begun alone"):
+    for name in ("ddp", "fsdp", "hsdp", "tp", "context", "alone", "begun by two", "begun by fsdp", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
-    for code, (*_, last) in zip(codes, raised, strict=True):  # rank 0 stalls too, or finds that rank 1 has ended
-        assert code == 75 or last.startswith("PeerLost: "), printed
-    assert 75 in codes
-    assert printed.count("stalled in 'waiting for data' of step 8") == 1
-    assert "error: rank 1 (" in printed
+    assert 75 in codes, printed  # the other may find first that this one has ended
+    assert printed.count(") is in 'data' of step 8") == 1, printed
+    assert "error: no process moved for 2 s: rank 1 (" in printed
 
 
 @pytest.mark.slow
@@ -104,9 +102,8 @@ def test_two_processes_train_like_one(base, tmp_path):
 )
 def test_every_attention_is_spread_right(base, settings, tmp_path):
     run_alone(tmp_path / "one", [*base, *settings])
-    kinds = ["ddp", "fsdp", "tp", "context"]
-    how = {"context": ["train.parallel.context_parallel_method=heads"]} if "model.attention=dint" in settings else {}
-    jobs = [job(tmp_path / kind, [*base, *settings, *STRATEGIES[kind], *how.get(kind, [])]) for kind in kinds]
+    kinds = ["ddp", "fsdp", "tp", *([] if "model.attention=dint" in settings else ["context"])]
+    jobs = [job(tmp_path / kind, [*base, *settings, *STRATEGIES[kind]]) for kind in kinds]
     run_together(tmp_path, jobs)
     for kind in kinds:
         assert_same_training(tmp_path / kind, tmp_path / "one")
@@ -115,7 +112,7 @@ def test_every_attention_is_spread_right(base, settings, tmp_path):
 @pytest.mark.slow
 def test_context_parallel_with_everything_else(base, tmp_path):
     """Over four processes: rows of four; with tensor parallel; with FSDP2, recomputation and passes, begun and resumed
-    alone; exchanged heads with packed documents and a window."""
+    alone; packed documents and a window."""
     four, two = (["train.parallel.strategy=fsdp", f"train.parallel.context_parallel={n}"] for n in (4, 2))
     packed = [*base, "data.documents=separate", "model.sliding_window=24"]
     run_alone(tmp_path / "one", base)
@@ -125,27 +122,24 @@ def test_context_parallel_with_everything_else(base, tmp_path):
     jobs = [
         job(tmp_path / "four", [*base, "train.parallel.context_parallel=4"]),
         job(tmp_path / "with tp", [*base, *two, "train.parallel.tensor_parallel=2"]),
-        job(tmp_path / "begun alone", [*base, *two, *memory, *IN_PARTS], resume=True),
+        job(tmp_path / "begun alone", [*base, *two, *memory, *IN_BACKGROUND], resume=True),
         job(tmp_path / "begun by four", [*base, *two], interrupt=[3, 10]),
         job(tmp_path / "packed by four", [*packed, *four]),
-        job(tmp_path / "packed by heads", [*packed, *two, "train.parallel.context_parallel_method=heads"]),
     ]
     raised, _, printed = run_together(tmp_path, jobs, processes=4)
-    expected = [None, None, None, "Interrupted", None, None]
+    expected = [None, None, None, "Interrupted", None]
     for of_rank in raised:
         assert [text and text[:11] for text in of_rank] == expected, printed
     run_alone(tmp_path / "begun by four", base, resume=True)
     for name in ("four", "with tp", "begun alone", "begun by four"):
         assert_same_training(tmp_path / name, tmp_path / "one")
-    for name in ("packed by four", "packed by heads"):
-        assert_same_training(tmp_path / name, tmp_path / "packed")
+    assert_same_training(tmp_path / "packed by four", tmp_path / "packed")
 
 
 @pytest.mark.slow
 def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
-    """Begun -> resumed: by 2 under tensor parallel -> alone under FSDP2; by 2 under FSDP2, in parts -> by 4 in a 2 x 2
-    grid; by 4 in a grid, in parts -> by 2 under
-    DDP; by 4 in two replicas, in parts -> alone; alone -> by 2 under tensor parallel."""
+    """Begun -> resumed: by 2 under tensor parallel -> alone under FSDP2; by 2 under FSDP2 -> by 4 in a 2 x 2
+    grid; by 4 in a grid -> by 2 under DDP; by 4 in two replicas -> alone; alone -> by 2 under tensor parallel."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "1 to tp", base, stop_at=10)
     both, passes = STRATEGIES["fsdp and tp"], "train.micro_batch_size=2"
@@ -153,16 +147,16 @@ def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
         tmp_path,
         [
             job(tmp_path / "tp to 1", [*base, *STRATEGIES["tp"]], interrupt=[0, 10]),
-            job(tmp_path / "parts to grid", [*base, *STRATEGIES["fsdp"], *IN_PARTS], interrupt=[1, 10]),
+            job(tmp_path / "fsdp to grid", [*base, *STRATEGIES["fsdp"], *IN_BACKGROUND], interrupt=[1, 10]),
             job(tmp_path / "1 to tp", [*base, *STRATEGIES["tp"]], resume=True),
         ],
     )
     run_together(
         tmp_path,
         [
-            job(tmp_path / "parts to grid", [*base, *both, *IN_PARTS], resume=True),
-            job(tmp_path / "grid to ddp", [*base, *both, *IN_PARTS], interrupt=[3, 10]),
-            job(tmp_path / "replicas to 1", [*base, *STRATEGIES["hsdp"], *IN_PARTS, passes], interrupt=[2, 10]),
+            job(tmp_path / "fsdp to grid", [*base, *both, *IN_BACKGROUND], resume=True),
+            job(tmp_path / "grid to ddp", [*base, *both, *IN_BACKGROUND], interrupt=[3, 10]),
+            job(tmp_path / "replicas to 1", [*base, *STRATEGIES["hsdp"], *IN_BACKGROUND, passes], interrupt=[2, 10]),
             job(tmp_path / "replicas and tp", [*base, *STRATEGIES["hsdp"], *STRATEGIES["tp"]]),
         ],
         processes=4,
@@ -170,7 +164,7 @@ def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
     run_together(tmp_path, [job(tmp_path / "tp to 1", [*base, *STRATEGIES["fsdp"]], resume=True)], processes=1)
     run_together(tmp_path, [job(tmp_path / "grid to ddp", [*base, *STRATEGIES["ddp"]], resume=True)])
     run_alone(tmp_path / "replicas to 1", base, resume=True)
-    for name in ("tp to 1", "parts to grid", "1 to tp", "grid to ddp", "replicas to 1", "replicas and tp"):
+    for name in ("tp to 1", "fsdp to grid", "1 to tp", "grid to ddp", "replicas to 1", "replicas and tp"):
         assert_same_training(tmp_path / name, tmp_path / "one")
 
 

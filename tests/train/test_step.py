@@ -48,7 +48,7 @@ def stepper(monkeypatch, settings: list[str], kind: type, processes: int) -> tup
     plain = DiffTransformerForCausalLM(preset("debug"))
     objective = Noting(plain)
     objective.rows = []
-    config = override(recipe("debug"), settings).validate()
+    config = override(recipe("debug"), settings)
     return Stepper(fabric, objective, make_optimizer(plain, config.optim), plain, config, 0, SequencePart()), put_off
 
 
@@ -71,7 +71,7 @@ def rows(count: int) -> Rows:
 )
 def test_passes_have_the_rows_that_the_configuration_says(monkeypatch, settings, processes, expected):
     made, _ = stepper(monkeypatch, settings, DDPStrategy, processes)
-    made.step(rows(8 // processes), 1e-3, lambda: False)
+    made.step(rows(8 // processes), 0, 1e-3, lambda: False)
     assert made.model.rows == expected
     assert max(expected) == made.config.train.rows_of_a_pass(processes)
 
@@ -80,7 +80,7 @@ def test_passes_add_up_to_the_batch(monkeypatch):
     outcomes = []
     for settings in ([], ["train.micro_batch_size=3"], ["train.micro_batch_size=1"]):
         made, _ = stepper(monkeypatch, settings, DDPStrategy, 1)
-        outcomes.append(made.step(rows(8), 1e-3, lambda: False))
+        outcomes.append(made.step(rows(8), 0, 1e-3, lambda: False))
     for outcome in outcomes[1:]:
         assert outcome.loss == pytest.approx(outcomes[0].loss, abs=1e-5)
         assert outcome.norm == pytest.approx(outcomes[0].norm, rel=1e-4)
@@ -103,7 +103,7 @@ def test_passes_do_not_wait_for_the_device(monkeypatch):
     """Whether most tokens have a loss is asked once, of rows on the host."""
     made, _ = stepper(monkeypatch, ["train.micro_batch_size=2"], DDPStrategy, 1)
     with Reads() as reads:
-        made.step(rows(8), 1e-3, lambda: False)
+        made.step(rows(8), 0, 1e-3, lambda: False)
     assert (len(made.model.rows), reads.count) == (4, 1)
 
 
@@ -113,7 +113,7 @@ def test_passes_do_not_wait_for_the_device(monkeypatch):
 def test_sharded_gradients_are_exchanged_after_every_pass(monkeypatch, kind, expected):
     """Put off, each process would hold the gradients of the whole model."""
     made, put_off = stepper(monkeypatch, ["train.micro_batch_size=3"], kind, 1)
-    made.step(rows(8), 1e-3, lambda: False)
+    made.step(rows(8), 0, 1e-3, lambda: False)
     assert put_off == expected
 
 
@@ -182,6 +182,6 @@ def test_a_step_weights_its_sources_by_their_shares(monkeypatch):
         made, _ = stepper(monkeypatch, [mixture, "data.loss=sources"], DDPStrategy, 1)
         assert source_names(made.config.data) == ["recall", "text"]
         assert mixture_shares(made.config.data) == list(shares)
-        outcome = made.step(rows(4)._replace(source=torch.tensor([0, 1, 1, 1])), 0.0, lambda: False)
+        outcome = made.step(rows(4)._replace(source=torch.tensor([0, 1, 1, 1])), 0, 0.0, lambda: False)
         each = [nats / tokens for nats, tokens in zip(outcome.nats, outcome.tokens, strict=True)]
         assert outcome.loss == pytest.approx((shares[0] * each[0] + shares[1] * each[1]) / sum(shares), rel=1e-5)

@@ -99,8 +99,6 @@ def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config, folders)
             load_training_data(override(config, [change]))
     with pytest.raises(ValueError, match=r"needs a prepared folder, .* `diff-transformer prepare .* --out FOLDER`"):
         load_training_data(override(config, [f"data.corpus={folders / 'foxes-text'}", "data.upsample_length=9"]))
-    with pytest.raises(ValueError, match=r"data.upsample_length is -1; give tokens, or 0"):
-        override(config, ["data.upsample_length=-1"]).validate()
 
 
 def test_corpora_are_mixed_by_weight_beside_needles_and_recall(config, folders):

@@ -40,7 +40,7 @@ def run_bench(
     Raises:
         ValueError: for an unknown name or device, or a malformed grid.
         FileExistsError: before anything runs, if ``out`` exists and ``overwrite`` is False.
-        DiskError: if the folder of ``out`` is not writable.
+        UserError: if the folder of ``out`` is not writable.
     """
     require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":

@@ -5,6 +5,7 @@ measured in turns without the profiler; the shares come from a few profiled step
 counts for the part whose forward operation it differentiates.
 """
 
+import itertools
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -142,12 +143,13 @@ def training_step(config, setting: ThroughputSetting, device: str) -> Callable[[
     model = fabric.setup_module(objective)
     optimizer = fabric.setup_optimizers(make_optimizer(plain, run.optim))
     fabric.clip_gradients = _within("optimizer", fabric.clip_gradients)
-    stepper, done = Stepper(fabric, model, optimizer, plain, run, 0), iter(range(1 << 40))
+    stepper, steps = Stepper(fabric, model, optimizer, plain, run, 0), itertools.count()
 
     def step() -> None:
+        number = next(steps)
         with record_function(_SCOPE + "data"):
-            rows = make_rows(training_data, run, BatchPart(), next(done))
-        stepper.step(rows, 1e-4, lambda: False)
+            rows = make_rows(training_data, run, BatchPart(), number)
+        stepper.step(rows, number, 1e-4, lambda: False)
 
     return step
 

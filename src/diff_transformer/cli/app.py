@@ -141,7 +141,7 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
 
     Raises:
         ValueError: for an unknown engine, or options that it does not take.
-        RuntimeError, ConnectionError, DiskError: as ``RayTasks``.
+        UserError, ConnectionError: as ``RayTasks``.
     """
     from diff_transformer.checks import require_known
 

@@ -102,18 +102,12 @@ def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
     Raises:
         ValueError: for numbers that are not positive, or GPUs over which the run cannot be spread.
     """
-    from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.train.initial_model import check_model
-    from diff_transformer.train.launch import check_processes
-    from diff_transformer.train.parallelize import check_split
+    from diff_transformer.train.plan import resolve
     from diff_transformer.train.recompute import FILLED, memory_by_recomputation
 
     require_positive(gpus=gpus, memory=memory)
-    run.validate()
-    check_model(run)
-    strategy, parallel = check_processes(run, gpus), run.train.parallel
-    config = DiffTransformerConfig(**run.model)
-    check_split(config, parallel.tensor_parallel)
+    plan = resolve(run, gpus)
+    strategy, config, parallel = plan.strategy, plan.model, run.train.parallel
     needed = memory_by_recomputation(run, config, gpus, sharded=strategy == "fsdp")
     room, sharing = FILLED * memory, parallel.tensor_parallel * parallel.context_parallel
     rows, share = run.train.rows_of_a_pass(gpus // sharing), run.train.batch_size // (gpus // sharing)
@@ -137,7 +131,6 @@ def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
         devices=gpus // (parallel.tensor_parallel * parallel.replicas), replicas=parallel.replicas,
         sharded=strategy == "fsdp", mixed=run.train.precision == "bf16-mixed", recomputes=chosen in ("full", None),
         tensor_parallel=parallel.tensor_parallel, context_parallel=parallel.context_parallel,
-        method=parallel.context_parallel_method,
     )  # fmt: skip
     tokens = run.train.batch_size * run.data.length
     seconds = training_seconds(

@@ -97,14 +97,12 @@ def compare(
 def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Resume = False):
     """Train one model of a recipe (--set model.attention=softmax for the matched Transformer).
 
-    --set train.parallel.devices=8 starts eight processes; torchrun -m diff_transformer train ... starts any number.
+    On eight GPUs: torchrun --nproc-per-node 8 -m diff_transformer train ...
     """
-    from diff_transformer.train.launch import start_processes
     from diff_transformer.train.ranks import is_first
 
     training()
     config = configuration(recipe, assignments)
-    start_processes(config, out, resume=resume)
     from diff_transformer.train.loop import train as run
 
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:
@@ -189,7 +187,9 @@ def study(
         str, typer.Argument(help="Python file of a plan; in a clone also a folder of figures/ that has one, as recall.")
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
-    corpus: Annotated[str, typer.Option(help='Text: "python", a file or a folder of text, JSON lines or parquet.')] = "python",
+    corpus: Annotated[
+        str, typer.Option(help='Text: "python", a file or a folder of text, JSON lines or parquet.')
+    ] = "python",
     assignments: Set = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this many minutes; the same command continues.")

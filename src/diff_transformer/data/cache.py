@@ -45,7 +45,7 @@ def cached(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
         array = make()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path, flush=False, unique=True) as partial, partial.open("wb") as file:
+        with replacing(path, durable=False) as partial, partial.open("wb") as file:
             np.save(file, array)
         _forget(folder)
     return array

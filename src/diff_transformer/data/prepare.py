@@ -109,8 +109,7 @@ def prepare(
 
     Raises:
         UserError: for sources or a tokenizer that cannot be loaded, text that cannot be read, and an ``out`` that holds
-            something else or was prepared with other settings.
-        DiskError: ``out`` is a file or is not writable.
+            something else, was prepared with other settings, or is not writable.
     """
     out = Path(out).absolute()
     config.validate()

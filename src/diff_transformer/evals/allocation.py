@@ -43,7 +43,7 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # Position of the needle asked for: 0 is the start of the text, 1 its end.
-    depths: tuple = DEPTHS
+    depths: tuple[float, ...] = DEPTHS
     # Tokens of a prompt, in the model's own tokenizer.
     length: int = 4096
     # Prompts for each depth.

@@ -49,7 +49,7 @@ class Settings:
     # file of questions, or a folder of such files: rows of published sets, with the columns that they have on the hub
     data: str = "hub"
     # Names of the harness's tasks; by default the paper's seven. For a folder: the tasks to run, by default all.
-    tasks: tuple = PAPER_TASKS
+    tasks: tuple[str, ...] = PAPER_TASKS
     # Examples before each question. Table 1 has 0, Table 8 has 5.
     shots: int = 0
     # "acc" (highest log-likelihood), "acc_norm" (highest per character), or "paper": acc_norm for HellaSwag and acc for

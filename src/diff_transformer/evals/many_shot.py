@@ -14,7 +14,7 @@ ones among them. The examples' tokens are read once per order, whatever the numb
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -55,10 +55,10 @@ class Settings:
     # The 50 classes of TREC instead of its 6.
     fine: bool = False
     # Numbers of examples to measure at.
-    shots: tuple[int, ...] = field(default=(), metadata={"example": [1, 10, 100]})
+    shots: tuple[int, ...] = ()
     # Prompt lengths to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
     # example, and prompts of 256, 512, ... tokens up to what the model supports, at most 65,536.
-    lengths: tuple[int, ...] = field(default=(), metadata={"example": [4096]})
+    lengths: tuple[int, ...] = ()
     # Questions for each number of examples and each order.
     samples: int = 250
     # Random orders at each number of examples but the largest.
@@ -66,7 +66,7 @@ class Settings:
     # Orders of each kind at the largest number, for the margin between the best and the worst.
     order_seeds: int = 10
     # "random", and "alternate": the classes in turn.
-    orders: tuple = ORDERS
+    orders: tuple[str, ...] = ORDERS
     # Ask through the tokenizer's chat template: one message has the examples and the question, the reply is the label.
     chat_template: bool = False
     # Words around each text, "Question: {text}\nType:", in the examples too; empty for those of the data.

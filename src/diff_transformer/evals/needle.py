@@ -13,7 +13,7 @@ order asked (``numbers_said``). Each city has one number, so the chance of a gue
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
@@ -61,13 +61,13 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # (N, R): needles in the text, needles asked for.
-    cells: tuple = ((1, 1), (2, 2), (4, 2), (6, 2))
+    cells: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (4, 2), (6, 2))
     # Position of the first needle asked for: 0 is the start of the text, 1 its end.
-    depths: tuple = DEPTHS
+    depths: tuple[float, ...] = DEPTHS
     # Tokens of prompt and answer together, in the model's own tokenizer.
     length: int = 4096
     # Several lengths in one run, instead of length.
-    lengths: tuple = field(default=(), metadata={"example": [64]})
+    lengths: tuple[int, ...] = ()
     # Prompts for each cell, length and depth.
     samples: int = 50
     # Digits of a magic number.
@@ -79,7 +79,7 @@ class Settings:
     wording: str = ""
     # "next" (the first numbers of the answer, which the prompt begins) or "search" (the number that its first 32 tokens
     # say of each city)
-    scoring: str = field(default="next", metadata={"example": "search"})
+    scoring: str = "next"
     # Seed of cities, numbers, positions and text.
     seed: int = 0
 

@@ -30,8 +30,8 @@ from diff_transformer.evals.types import Result
 class Settings:
     """Loss by slice."""
 
-    # "python", a text file, JSON lines, parquet or a folder. Rows come from its held-out text, frequent n-grams from its
-    # training text, which should be the model's training text or similar to it.
+    # "python", a text file, JSON lines, parquet or a folder. Rows come from its held-out text, frequent n-grams from
+    # its training text, which should be the model's training text or similar to it.
     corpus: str = "python"
     # Tokens in a row: the context in which an n-gram can have occurred.
     length: int = 2048

@@ -6,7 +6,7 @@ and resumes interrupted ones.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,7 @@ from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
 from diff_transformer.lab.record import Record, load_run
 from diff_transformer.lab.spec import RunSpec, with_seed
 from diff_transformer.train.config import RunConfig, override
-from diff_transformer.train.run_folder import RunLock
+from diff_transformer.train.run_folder import locked
 
 NEEDS_MODEL = False
 EXPERIMENT = "associative_recall"
@@ -36,11 +36,11 @@ class Settings:
 
     recipe: str = "demo"  # gives all seven rows their model, data and schedule (the paper: 1.4B, 10B tokens)
     # further settings of that recipe
-    set: tuple[str, ...] = field(default=(), metadata={"example": ["optim.lr=1e-3"]})
+    set: tuple[str, ...] = ()
     steps: int | None = None  # training steps of each row; the recipe's if None
     seeds: int = 1  # models per row; they take the recipe's seed and the next ones
     # names of rows to train, of those in lab/recipes/ablation.py; all seven if empty
-    rows: tuple[str, ...] = field(default=(), metadata={"example": ["transformer", "diff"]})
+    rows: tuple[str, ...] = ()
     folder: str = ""  # folder of the runs; finished runs with these settings are kept. If empty, beside the result
     # rows trained at a time; if None, one on a GPU, one per CPU core (all if fewer than two per core)
     jobs: int | None = None
@@ -107,7 +107,7 @@ def evaluate_ablation(
         ValueError: if a folder holds a run with other settings.
         RunFailed: if a run fails, with the end of its log; the others save and stop.
         Interrupted: after Ctrl-C or SIGTERM, once the runs have saved their states.
-        DiskError: if another ablation is running in ``folder``.
+        UserError: if another ablation is running in ``folder``.
     """
     require_positive(seeds=seeds, jobs=jobs)
     samples = Samples() if samples is None else samples
@@ -126,7 +126,7 @@ def evaluate_ablation(
             )
     folder.mkdir(parents=True, exist_ok=True)
     jobs = jobs or (len(runs) if executor else default_jobs(len(runs)))
-    with RunLock(folder):
+    with locked(folder):
         measured = samples.rows(
             "rows", specs, lambda batch: _measure(batch, folder, jobs, samples, executor), batch_size=len(specs)
         )

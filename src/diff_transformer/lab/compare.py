@@ -34,8 +34,8 @@ from diff_transformer.model.card import label_of
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.report.comparison import REQUEST, comparison, export
 from diff_transformer.train.config import RunConfig, override
-from diff_transformer.train.initial_model import check_model
-from diff_transformer.train.run_folder import RunLock
+from diff_transformer.train.plan import resolve
+from diff_transformer.train.run_folder import locked
 
 ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
 
@@ -94,7 +94,7 @@ def compare(
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
         ValueError: for settings that contradict each other, a ``resume`` with other settings, or a ``source`` that
             cannot be differential.
-        DiskError: if ``out`` is not writable, or another comparison is running in it.
+        UserError: if ``out`` is not writable, or another comparison is running in it.
         RunFailed: if training or measuring fails.
         RuntimeError: with ``report``, without the extra of that name.
     """
@@ -121,13 +121,6 @@ def compare(
     if not config.train.threads:
         threads = _threads_there(out) or max(1, here // (jobs or 1))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
-    config.validate()
-    parallel = config.train.parallel
-    if max(parallel.devices, parallel.num_nodes) > 1:
-        raise UserError(
-            f"train.parallel.devices is {parallel.devices} and num_nodes {parallel.num_nodes}; a comparison trains "
-            "each model in one process: leave them out, or train each side with `diff-transformer train`"
-        )
     if report:
         from diff_transformer.report.page import require_installed
 
@@ -141,7 +134,7 @@ def compare(
         if start.no_control:
             console.print(f"no control of as many parameters: {start.no_control}")
     _prepare(config, out, seeds, resume, drawn=start is None)
-    with RunLock(out):
+    with locked(out):
         if start is not None:
             start.write(out)
         run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
@@ -226,7 +219,7 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     for model in models.values():
         choose_weights(model, config.train)
         if config.train.activation_checkpointing != "auto":
-            recompute(model, str(config.train.activation_checkpointing))
+            recompute(model, config.train.activation_checkpointing)
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.batch_size, config.data.length)
     ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
@@ -327,7 +320,7 @@ def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool, drawn: bool
         require_writable(out)
         if drawn:
             for side in PAIR:
-                check_model(dataclasses.replace(config, model=side_model(config, side)))
+                resolve(dataclasses.replace(config, model=side_model(config, side)))
         _check_data(config)
         out.mkdir(parents=True, exist_ok=True)
         _write(path, {"seeds": seeds, "config": config.to_dict()})

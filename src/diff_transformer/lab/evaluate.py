@@ -13,7 +13,7 @@ by its entry point in the group ``diff_transformer.experiments``; ``examples/my_
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import Field, asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import did_you_mean, differences, read_json, require_known, require_seed
+from diff_transformer.checks import differences, read_json, require_known, require_seed
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm
@@ -30,7 +30,7 @@ from diff_transformer.evals.types import Result
 from diff_transformer.lab.record import run_of
 from diff_transformer.lab.user_code import load_file
 from diff_transformer.model.loading import fingerprint
-from diff_transformer.settings import as_kind, parse
+from diff_transformer.settings import build, parse
 
 if TYPE_CHECKING:
     from diff_transformer.evals.lm import CausalLM
@@ -97,27 +97,13 @@ def settings_of(
         ValueError: for an unknown field (the message lists the known ones), or a value of another type.
     """
     module = experiment(name)
-    kinds = {field.name: field for field in fields(module.Settings)}
-    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in kinds)}
-    given |= dict(parse(assignment, "samples=20") for assignment in assignments)
-    strange = sorted(set(given) - set(kinds))
-    if strange:
-        hint, known = did_you_mean(strange[0], kinds), ", ".join(sorted(kinds)) or "none"
-        raise UserError(f"{name} has no setting {', '.join(strange)}{hint}; it has: {known}")
+    known = {field.name for field in fields(module.Settings)}
+    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in known)}
+    given |= dict(parse(assignment) for assignment in assignments)
     values = (dict(getattr(module, "QUICK", {})) if quick else {}) | given
-    checked = {
-        key: as_kind(kinds[key].type, value, f"{name}: {key}", _hint(kinds[key])) for key, value in values.items()
-    }
-    require_seed(f"{name}: seed", checked.get("seed"))
-    return module.Settings(**checked)
-
-
-def _hint(field: Field) -> str:
-    """An example of a field's value: the one in its metadata, or its default. Empty where the default is None."""
-    if field.default is None:
-        return ""
-    example = json.dumps(field.metadata.get("example", field.default))
-    return f"a value like '{example}'" if '"' in example else f"a value like {example}"  # as a shell takes it
+    settings = build(module.Settings, values, f"{name}.")
+    require_seed(f"{name}.seed", values.get("seed"))
+    return settings
 
 
 def run_eval(
@@ -161,10 +147,7 @@ def run_eval(
     require_installed(name)
     if isinstance(settings, Mapping):
         settings = settings_of(name, dict(settings), quick=quick)
-    kinds = {one.name: one.type for one in fields(settings)}
-    settings = replace(settings, **{
-        key: as_kind(kind, getattr(settings, key), f"{name}: {key}") for key, kind in kinds.items()
-    })  # fmt: skip
+    settings = build(module.Settings, asdict(settings), f"{name}.")
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
     free = {one.name for one in fields(settings) if one.metadata.get("changes_nothing")}

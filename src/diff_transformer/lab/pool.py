@@ -23,7 +23,7 @@ from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, read_st
 from diff_transformer.lab.record import finished
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.train.checkpoint import latest_checkpoint
-from diff_transformer.train.signals import Stopped, once_saved
+from diff_transformer.train.signals import Interrupted, Stopped
 
 logger = logging.getLogger("diff_transformer")
 
@@ -125,8 +125,10 @@ def run_pool(
                     _check(code, runs[folder], folder)
     except KeyboardInterrupt as stopped:
         _stop(working)
-        saved = any(latest_checkpoint(folder / "run") for folder in runs)
-        raise once_saved(stopped, saved, resume_hint) from None
+        if not any(latest_checkpoint(folder / "run") for folder in runs):
+            raise
+        number = getattr(stopped, "number", signal.SIGINT)
+        raise Interrupted(f"stopped, state saved; {resume_hint}", number) from None
     finally:
         _stop(working)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from diff_transformer.checks import listed, read_json
 from diff_transformer.cluster import connect
-from diff_transformer.durable import DiskError, require_writable
+from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, NodeProcess, reads
 from diff_transformer.lab.spec import REQUEST
@@ -39,7 +39,7 @@ class RayTasks:
         RuntimeError: if Ray is not installed.
         ValueError: for a number of GPUs that Ray cannot give, or an address of another form.
         ConnectionError: if there is no cluster at ``address``.
-        DiskError: if ``folder`` is not writable here, or a node does not see it.
+        UserError: if ``folder`` is not writable here, or a node does not see it.
     """
 
     def __init__(self, folder: Path | str, address: str = "auto", gpus: float | None = None):
@@ -145,7 +145,7 @@ def check_shared(folder: Path) -> None:
     """Check that every node sees ``folder``: each reads a file that this process writes beside it, and removes.
 
     Raises:
-        DiskError: naming the nodes that do not read it.
+        UserError: naming the nodes that do not read it.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -171,7 +171,7 @@ def check_shared(folder: Path) -> None:
         path.unlink(missing_ok=True)
     if excuses:
         said = f"every node must see {there}: {listed(excuses)}"
-        raise DiskError(None, f"{said}; give an --out on a file system that all nodes share")
+        raise UserError(f"{said}; give an --out on a file system that all nodes share")
 
 
 def _excuse(answer) -> str:

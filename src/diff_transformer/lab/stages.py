@@ -97,7 +97,7 @@ class Stage:
         made.model |= fields
         if variant is not None:
             made.model |= side_model(made, variant)
-        made = with_seed(made, seed).validate()
+        made = with_seed(made, seed)
         measure = everything(made) if self.measure is None else self.measure
         return RunSpec(self._folder(setting, rate), side, seed, made, measure, may_diverge=True)
 

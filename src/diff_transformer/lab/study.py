@@ -23,7 +23,7 @@ from diff_transformer.lab.record import finished, load_run
 from diff_transformer.lab.spec import REQUEST, RunSpec
 from diff_transformer.lab.stages import Stage
 from diff_transformer.train.data_config import NO_CORPUS
-from diff_transformer.train.run_folder import LOCK, RunLock
+from diff_transformer.train.run_folder import LOCK, locked
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ def run_study(
         ValueError: if ``out`` holds a run with another configuration, or for an invalid model.
         FileExistsError: if ``out`` is not empty and holds no study.
         FileNotFoundError: if the corpus does not exist.
-        DiskError: if ``out`` is not writable, or another study is running in it.
+        UserError: if ``out`` is not writable, or another study is running in it.
     """
     require_positive(minutes=minutes, jobs=jobs)
     console, out = console or Console(), Path(out)
@@ -72,7 +72,7 @@ def run_study(
     _check(specs, out)
     out.mkdir(parents=True, exist_ok=True)
     pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
-    with RunLock(out):
+    with locked(out):
         _run(specs, out, pool, console)
         for before, part in zip([first, *more], more, strict=False):
             if not all(finished(out / spec.key) for spec in specs):
@@ -133,7 +133,7 @@ def _run(specs: list[RunSpec], out: Path, pool: Callable, console: Console) -> N
 def _check(specs: list[RunSpec], out: Path) -> None:
     """Raise, before anything is written, for runs with another configuration, invalid models and missing text."""
     from diff_transformer.data.corpus import load_corpus
-    from diff_transformer.train.initial_model import check_model
+    from diff_transformer.train.plan import resolve
 
     there: dict[str, RunSpec] = {}
     for spec in specs:
@@ -148,7 +148,7 @@ def _check(specs: list[RunSpec], out: Path) -> None:
             )
     missing = [spec.config for spec in specs if not finished(out / spec.key)]
     for config in {json.dumps(config.model, sort_keys=True): config for config in missing}.values():
-        check_model(config)
+        resolve(config)
     for source in {config.data.corpus for config in missing} - {"python", NO_CORPUS}:
         load_corpus(source)
 

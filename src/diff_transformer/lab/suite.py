@@ -68,7 +68,7 @@ def run_suite(
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False, or holds a run of another plan.
-        DiskError: if ``out`` is a file, or is not writable.
+        UserError: if ``out`` is a file, or is not writable.
         ValueError: for unknown names, settings or models, before anything runs.
         RuntimeError: if the single experiment needs an extra that is not installed, before anything is written.
     """

@@ -33,7 +33,7 @@ from diff_transformer.model.cost import TrainingMemory, count_parameters
 from diff_transformer.model.loading import model_path, read_model, read_tensors, read_tokenizer
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.initial_model import check_trainable
+from diff_transformer.train.plan import check_trainable
 from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory, memory_by_recomputation
 
 # Settings of a model's form, which is the source's.

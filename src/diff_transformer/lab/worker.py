@@ -38,10 +38,10 @@ def run(folder: Path) -> Record:
     """Train and measure the run of ``folder/request.json``, or continue it, and save its record.
 
     Raises:
-        FloatingPointError: if training diverges, unless the spec's ``may_diverge`` is set.
+        Diverged: if training diverges, unless the spec's ``may_diverge`` is set.
         Interrupted: after Ctrl-C or SIGTERM during training, once the state is saved.
     """
-    from diff_transformer.train.loop import Trained, train
+    from diff_transformer.train.loop import Diverged, Trained, train
     from diff_transformer.train.training_data import load_training_data
 
     spec, started = RunSpec.load(folder), time.perf_counter()
@@ -64,7 +64,7 @@ def run(folder: Path) -> Record:
         metrics["model"] = {"parameters": sum(parameter.numel() for parameter in trained.model.parameters())}
         if spec.measure:
             measure(spec, folder, trained, data)
-    except FloatingPointError as error:
+    except Diverged as error:
         if not spec.may_diverge:
             raise
         diverged = str(error).split(",")[0]
@@ -77,10 +77,12 @@ def run(folder: Path) -> Record:
 
 
 def _start(config: RunConfig, data: Any) -> Any:
-    from diff_transformer.train.initial_model import build_model
-    from diff_transformer.train.parallelize import make_fabric
+    import torch
 
-    return make_fabric(config).to_device(build_model(config, data.tokenizer).eval())
+    from diff_transformer.train.initial_model import build_model
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return build_model(config, data.tokenizer).eval().to(device)
 
 
 def measure(spec: RunSpec, folder: Path, trained, data) -> None:

@@ -5,8 +5,9 @@ import os
 import warnings
 from dataclasses import replace
 from functools import cache
+from numbers import Integral, Real
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -22,7 +23,6 @@ from diff_transformer.model.heads import (
     variant_of,
 )
 from diff_transformer.model.implementations import check_backend
-from diff_transformer.settings import POSITIVE, PositiveInt, Rule, as_kind, check_rules, one_of
 
 ACTIVATIONS = ("silu", "poly_norm")
 CODE = "diff_transformer_code"  # a file beside the weights, for AutoModel with trust_remote_code=True
@@ -40,9 +40,14 @@ from diff_transformer.model.modeling import (
     {", ".join(f"DiffTransformerFor{task}" for task in _TASKS)},
 )
 '''
-_OptionalSize = Annotated[int | None, POSITIVE]
-# What is no number, or NaN, passes: ``as_kind`` says more of it.
-_NOT_NEGATIVE = Rule(lambda value: not isinstance(value, int | float) or not value < 0, "give 0 or more")
+_SIZES = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+    "head_dim", "value_head_dim", "signal_heads_per_noise_head", "max_position_embeddings", "sliding_window",
+)  # fmt: skip
+_NUMBERS = (
+    "rms_norm_eps", "head_norm_eps", "lambda_std", "initializer_range", "embedding_initializer_range",
+    "output_initializer_range",
+)  # fmt: skip
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
     "attn_implementation", "experts_implementation", "torch_dtype", "num_labels", "name_or_path", "auto_map",
@@ -73,43 +78,43 @@ class DiffTransformerConfig(PreTrainedConfig):
     s1 A1 - s2 A2); ``"gated"`` (softmax attention with a gate for each token and head); ``"grouped_diff"`` (arXiv
     2510.06949: several signal heads share a noise head); ``"dint"`` (arXiv 2501.17486: rows sum to 1)."""
 
-    vocab_size: PositiveInt = 32000
+    vocab_size: int = 32000
     """Number of tokens in the vocabulary."""
 
-    hidden_size: PositiveInt = 1024
+    hidden_size: int = 1024
     """d_model."""
 
-    intermediate_size: _OptionalSize = None
+    intermediate_size: int | None = None
     """Inner width of SwiGLU; None means 8/3 ``hidden_size``, rounded to a multiple of 64."""
 
-    num_hidden_layers: PositiveInt = 12
+    num_hidden_layers: int = 12
     """Number of decoder layers."""
 
-    num_attention_heads: PositiveInt = 16
+    num_attention_heads: int = 16
     """Query heads of width ``head_dim``, as in the matched Transformer. For ``"diff"`` and ``"dint"``, heads 2i and
     2i+1 are the maps of differential head i; for ``"diff_v2"`` they share keys; for ``"grouped_diff"`` they are signal
     and noise heads together."""
 
-    num_key_value_heads: _OptionalSize = None
+    num_key_value_heads: int | None = None
     """Key/value heads for grouped-query attention; None means ``num_attention_heads`` (for ``"grouped_diff"`` two for
     each noise head: one for each of its maps)."""
 
-    head_dim: _OptionalSize = None
+    head_dim: int | None = None
     """d; None means ``hidden_size // num_attention_heads``."""
 
-    value_head_dim: _OptionalSize = None
+    value_head_dim: int | None = None
     """Width of a value head; None means ``2 * head_dim``, for ``"diff_v2"`` and ``"softmax"`` ``head_dim``."""
 
-    signal_heads_per_noise_head: PositiveInt = 3
+    signal_heads_per_noise_head: int = 3
     """r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``."""
 
-    max_position_embeddings: PositiveInt = 4096
+    max_position_embeddings: int = 4096
     """Longest sequence, in tokens."""
 
     rope_parameters: dict | None = None
     """As in transformers; None means ``{"rope_type": "default", "rope_theta": 10000.0}``."""
 
-    rms_norm_eps: Annotated[float, _NOT_NEGATIVE] = 1e-5
+    rms_norm_eps: float = 1e-5
     """Epsilon of all norms, unless ``head_norm_eps`` is set."""
 
     tie_word_embeddings: bool = False
@@ -125,7 +130,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     lambda_learned: bool = True
     """False fixes lambda at ``lambda_init``; not for ``"diff_v2"``."""
 
-    lambda_std: Annotated[float, _NOT_NEGATIVE] = 0.1
+    lambda_std: float = 0.1
     """Standard deviation of the lambda vectors at initialisation."""
 
     head_norm: bool | str = True
@@ -136,30 +141,30 @@ class DiffTransformerConfig(PreTrainedConfig):
     """The same norm, with a weight of width d, on the heads of softmax attention (ablation of Table 6); for
     ``attention="softmax"`` only."""
 
-    head_norm_eps: Annotated[float | None, POSITIVE] = None
+    head_norm_eps: float | None = None
     """Epsilon of the head norm; None means ``rms_norm_eps``."""
 
     head_norm_init: float | list[float] = 1.0
     """Initial weight of the head norm, or a list by layer. The paper has 1.0; ``matched_head_norm_init`` measures the
     value with which heads start as small as softmax attention's."""
 
-    hidden_act: Annotated[str, one_of(*ACTIVATIONS)] = "silu"
+    hidden_act: str = "silu"
     """Activation of the gated MLP: ``"silu"`` (SwiGLU) or ``"poly_norm"`` (arXiv 2411.03884; some published models)."""
 
-    initializer_range: Annotated[float, _NOT_NEGATIVE] = 0.02
+    initializer_range: float = 0.02
     """Standard deviation of all matrices at initialisation."""
 
-    embedding_initializer_range: Annotated[float | None, _NOT_NEGATIVE] = None
+    embedding_initializer_range: float | None = None
     """Standard deviation of the token embedding; None means ``initializer_range``."""
 
-    output_initializer_range: Annotated[float | None, _NOT_NEGATIVE] = None
+    output_initializer_range: float | None = None
     """Standard deviation of the projections that write to the residual stream (W_O and SwiGLU's W_3); None means
     ``initializer_range``."""
 
     backend: str = "auto"
     """Backend of ``diff_attention`` in every layer."""
 
-    sliding_window: _OptionalSize = None
+    sliding_window: int | None = None
     """Keys that a query sees, its own included, in training and in the cache; None for all."""
 
     use_cache: bool = True
@@ -179,7 +184,7 @@ class DiffTransformerConfig(PreTrainedConfig):
             near = difflib.get_close_matches(key, sorted(self.__class__.__dataclass_fields__), n=1)
             hint = f"did you mean {near[0]!r}?" if near else "see the documentation of DiffTransformerConfig"
             raise UserError(f"DiffTransformerConfig has no field {key!r}; {hint}")
-        check_rules(self)
+        self._check_sizes()
         check_attention(self.attention)
         if self.num_key_value_heads is None:
             row = CORES[self.attention]
@@ -237,10 +242,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         A model checks again, because ``from_pretrained(folder, attention=...)`` sets fields of an existing
         configuration.
         """
-        for name in DiffTransformerConfig.__annotations__:
-            if hasattr(value := getattr(self, name), "item"):  # a scalar of NumPy
-                setattr(self, name, value.item())
-        check_rules(self)
+        self._check_sizes()
         check_backend(self.backend)
         norm_init, head_dim = self.head_norm_init, self.head_dim
         if isinstance(norm_init, list | tuple) and len(norm_init) != self.num_hidden_layers:
@@ -251,8 +253,19 @@ class DiffTransformerConfig(PreTrainedConfig):
         if head_dim is not None and head_dim % 2:
             raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         _ = self.heads  # raises for head counts that do not fit
-        for name, kind in DiffTransformerConfig.__annotations__.items():
-            setattr(self, name, as_kind(kind, getattr(self, name), name))  # 2.0 becomes 2
+
+    def _check_sizes(self):
+        for name in (*_SIZES, *_NUMBERS):
+            value, kind = getattr(self, name), Integral if name in _SIZES else Real
+            if value is None and getattr(type(self), name) is None:
+                continue
+            if not isinstance(value, kind) or isinstance(value, bool):
+                raise UserError(f"{name} is {value!r}; give a {'whole ' if kind is Integral else ''}number")
+            if not value >= 0 or (kind is Integral and value == 0):
+                raise UserError(f"{name} is {value}; it must be {'positive' if kind is Integral else '0 or more'}")
+            setattr(self, name, int(value) if kind is Integral else float(value))  # of NumPy's scalars
+        if self.hidden_act not in ACTIVATIONS:
+            raise UserError(f"hidden_act is {self.hidden_act!r}; accepted: {', '.join(ACTIVATIONS)}")
 
     @property
     def heads(self) -> HeadCounts:

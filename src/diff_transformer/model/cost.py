@@ -203,7 +203,6 @@ def communication_bytes(
     recomputes: bool = False,
     tensor_parallel: int = 1,
     context_parallel: int = 1,
-    method: str = "gather",
 ) -> dict[str, int]:
     """Bytes that each device sends in a training step, by ring algorithms, for what.
 
@@ -212,8 +211,7 @@ def communication_bytes(
     - "gradients": in fp32; FSDP2 reduces and scatters them in every pass, DDP reduces them once a step, and so
       does HSDP over replicas.
     - "layers": tensor parallel sums two vectors of a token in each layer, forward and backward.
-    - "rows": context parallel gathers keys and values in each layer and scatters their gradients; by ``method`` "heads"
-      it exchanges queries, keys, values and outputs.
+    - "rows": context parallel gathers keys and values in each layer and scatters their gradients.
 
     Args:
         tokens: tokens in one pass on one device.
@@ -230,9 +228,6 @@ def communication_bytes(
     others, runs = (devices - 1) / devices, 3 if recomputes else 2
     heads = config.heads
     of_a_token = computed * (heads.keys * heads.head_dim + heads.values * heads.value_dim) // ways
-    if method == "heads":
-        of_a_token += computed * (heads.queries * heads.head_dim + heads.outputs * heads.value_dim) // ways
-        of_a_token //= context_parallel
     sent = {
         "weights": sharded * passes * others * (2 * computed * (total - outside) + 4 * outside),
         "gradients": 4 * total * (others * (passes if sharded else 2) + 2 * (replicas - 1) / replicas / devices),

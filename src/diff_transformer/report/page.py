@@ -40,7 +40,7 @@ def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = 
     """Write the page that ``render`` returns to ``path`` atomically.
 
     Before rendering, it raises RuntimeError without the extra ``report``, FileExistsError if ``path`` exists and
-    ``overwrite`` is False, and DiskError if the folder is not writable. It raises ResultsError for a page above 3 MB.
+    ``overwrite`` is False, and UserError if the folder is not writable. It raises ResultsError for a page above 3 MB.
     """
     path = Path(path)
     require_installed()

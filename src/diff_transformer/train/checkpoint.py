@@ -1,373 +1,251 @@
-"""Checkpoints: written aside and renamed, read back before older ones are removed, verified when loaded.
+"""Checkpoints of a training run, written by torch.distributed.checkpoint (DCP) in the safetensors format.
 
-``RUN/checkpoints/step-00000200/`` holds ``state.ckpt`` (one file, or a folder of shards if the model is sharded) and
-``manifest.json``, which has the size and the SHA-256 of every file. A checkpoint is whole exactly if its manifest says
-so. ``checkpoints/best.json`` names the checkpoint with the lowest validation loss.
+``RUN/checkpoints/step-00000200/`` holds one safetensors file a process, and ``checkpoint.json``: step, validation loss,
+and the size of every file. A folder has this name only once all is on the disk; until then it ends in ``.tmp``. There
+is no pickle. A checkpoint may be loaded by another number of processes, or under another strategy.
+
+The rows and the random draws of a step are functions of the step, so that nothing of them is saved.
 """
 
-import errno
 import json
 import logging
-import math
-import os
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
+import shutil
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader, HuggingFaceStorageWriter
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
 
-from diff_transformer.durable import (
-    OLD,
-    PARTIAL,
-    REPLACED,
-    DiskError,
-    discard,
-    explained,
-    flush_tree,
-    put_back,
-    remove,
-    require_room,
-    swap,
-    write_whole,
-)
+from diff_transformer.durable import flush
 from diff_transformer.errors import UserError
-from diff_transformer.train.manifest import HashingFile, damage, read_manifest, write_manifest
-from diff_transformer.train.ranks import of_every_rank, on_first_rank
-from diff_transformer.train.shards import ShardWriter, load_shards, make_stager, write_shards
-from diff_transformer.train.state import has_shards, plain_state, state_bytes
 
 logger = logging.getLogger("diff_transformer")
 
-STATE = "state.ckpt"
-_DAMAGED = ".damaged"
+warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process alone is one case of several here
+NOTE = "checkpoint.json"
+UNFINISHED = ".tmp"
 
 
-class CheckpointError(UserError):
-    """There are checkpoints, but none can be used."""
-
-
-def checkpoint_path(folder: Path, step: int) -> Path:
-    """The folder of the checkpoint of ``step`` in the run's ``folder``."""
-    return folder / "checkpoints" / f"step-{step:08d}"
+def checkpoints(folder: Path) -> list[Path]:
+    """The complete checkpoints of the run in ``folder``, by step."""
+    return sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit())
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run, or None. Its checksums are not verified."""
-    found = _complete(folder)
-    return found[-1] if found else None
+    """The newest complete checkpoint of the run in ``folder``, or None."""
+    return next(reversed(checkpoints(folder)), None)
 
 
 def best_checkpoint(folder: Path) -> Path | None:
     """The checkpoint of a run with the lowest validation loss; None if none has one."""
-    losses = []
-    for path in _complete(folder):
-        try:
-            loss = read_manifest(path)["validation_loss"]
-        except ValueError:
-            continue
-        if loss is not None and math.isfinite(loss):
-            losses.append((loss, path))
+    losses = [(loss, path) for path in checkpoints(folder) if (loss := _note(path).get("loss")) is not None]
     return min(losses)[1] if losses else None
 
 
-def choose_checkpoint(
-    folder: Path, found: list[Path] | None = None, damage: Callable[[Path], str | None] = damage
-) -> tuple[Path | None, list[str]]:
-    """The newest undamaged checkpoint, and a note for each newer one that is damaged.
+class Checkpoints:
+    """The checkpoints of a run. With several processes, every process calls ``save``, ``wait`` and ``load``.
 
     Args:
-        found: the complete checkpoints by step; None looks for them.
-        damage: says what is wrong with a checkpoint.
-
-    Returns:
-        (None, []) if there is no checkpoint at all.
-
-    Raises:
-        CheckpointError: if every checkpoint is damaged. Nothing is removed.
-    """
-    found = _complete(folder) if found is None else found
-    broken: list[str] = []
-    for path in reversed(found):
-        wrong = damage(path)
-        if wrong is None:
-            return path, [f"checkpoint {one}; {path.name} is used instead" for one in broken]
-        broken.append(f"{path.name} is damaged: {wrong}")
-    if found:
-        raise CheckpointError(
-            f"no checkpoint in {folder / 'checkpoints'} can be used ({'; '.join(broken)}). Nothing was removed; "
-            f"restore one of them from a copy, or start again in another folder"
-        )
-    return None, []
-
-
-def load_checkpoint(fabric, folder: Path, state: dict[str, Any]) -> list[str]:
-    """Load the newest undamaged checkpoint into ``state``, if there is any. Every rank calls it and reads a part.
-
-    Newer checkpoints, which are damaged, are renamed to ``NAME.damaged``.
-
-    Returns:
-        A note for each damaged checkpoint; the notes are also logged as warnings.
-
-    Raises:
-        CheckpointError: if there are checkpoints but all are damaged, one does not fit, or one holds pickled code.
-    """
-
-    def look() -> list[Path]:
-        _put_back(folder)
-        return _complete(folder)
-
-    def tidy() -> None:
-        for note in notes:
-            logger.warning("%s", note)
-        for newer in found:
-            if path is not None and newer > path:
-                _set_aside(newer)
-
-    def damage_in_parts(path: Path) -> str | None:
-        part = slice(getattr(fabric, "global_rank", 0), None, getattr(fabric, "world_size", 1))
-        return next((wrong for wrong in of_every_rank(damage(path, part=part)) if wrong is not None), None)
-
-    found = on_first_rank(fabric, look)
-    path, notes = choose_checkpoint(folder, found, damage_in_parts)
-    on_first_rank(fabric, tidy)
-    if path is not None:
-        _load(fabric, path, state)
-    return notes
-
-
-def _load(fabric, path: Path, state: dict[str, Any]) -> None:
-    try:
-        if (path / STATE).is_dir():
-            load_shards(path / STATE, state)
-        else:
-            fabric.load(path / STATE, state, weights_only=True)
-    except (UnpicklingError, CheckpointException, OSError) as error:
-        cause = _cause(error)
-        if not isinstance(cause, UnpicklingError):
-            raise CheckpointError(f"{path / STATE} cannot be loaded: {cause}") from error
-        raise CheckpointError(
-            f"{path / STATE} holds more than tensors, numbers and texts, which could run code: no run of this "
-            f"package wrote it. Nothing of it was loaded; restore it from a copy, or remove {path} to continue "
-            "from the checkpoint before"
-        ) from None
-
-
-class Saver:
-    """Writes the checkpoints of a run, while training waits or in the background, with the same guarantees.
-
-    The files are written to a temporary folder, flushed to the disk and renamed together. They are read back from
-    the disk before older checkpoints are removed. If the model is sharded, every rank writes and reads back its part.
-
-    In the background, ``save`` copies the state to main memory and a thread writes the copy; this needs memory for one
-    more state. One checkpoint is written at a time: ``save`` waits for the previous one and raises its error. Call
-    ``wait`` before telling anybody that a state is saved.
-
-    Args:
+        folder: of the run.
         keep: number of newest checkpoints that stay.
-        keep_best: whether the checkpoint with the lowest validation loss stays too.
+        keep_best: whether the one with the lowest validation loss stays too.
+        background: let a thread write a copy of the state in main memory while training goes on.
     """
 
-    def __init__(self, fabric, folder: Path, *, keep: int = 2, keep_best: bool = True, background: bool = False):
-        self._fabric, self._folder = fabric, folder
-        self._options: dict[str, Any] = {
-            "world_size": getattr(fabric, "world_size", 1), "keep": keep, "keep_best": keep_best,
-        }  # fmt: skip
-        self._background = _Background() if background else None
-        self._group: dist.ProcessGroup | None = None
-        self._finish: Callable[[], object] | None = None  # returns when what is being written is on the disk
+    def __init__(self, folder: Path, *, keep: int = 2, keep_best: bool = True, background: bool = False):
+        self.folder, self.keep, self.keep_best = folder, keep, keep_best
+        self.first = not dist.is_initialized() or dist.get_rank() == 0
+        # training communicates while a thread writes, so the thread needs a group of its own
+        self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
+        gpu = torch.cuda.is_available()
+        self._stager = DefaultStager(StagingOptions(gpu, False, False, gpu)) if background else None
+        self._writing: tuple[int, Any] | None = None
 
-    def save(self, step: int, state: dict[str, Any], validation_loss: float | None = None) -> None:
-        """Save ``state``, modules, optimizers and plain values, as the checkpoint of ``step``. Every rank calls it.
-
-        Args:
-            validation_loss: the loss measured at this step, if it was.
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float | None = None) -> None:
+        """Save the state after ``step`` steps; ``loss`` is the validation loss, if it was measured.
 
         Raises:
-            DiskError: if this checkpoint, or the previous one in the background, cannot be written, with the folder,
-                the bytes needed and free. Older checkpoints are intact.
+            UserError: on every process, if the disk does not take this checkpoint, or the previous one in the
+                background. Older checkpoints are intact.
         """
         self.wait()
-        write = _Write(self._folder, step, state_bytes(state), validation_loss=validation_loss, **self._options)
-        self._finish = self._shards(write, state) if has_shards(state) else self._whole(write, plain_state(state))
-        if self._background is None:
-            self.wait()
-
-    def _whole(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
-        action: Callable[[], object] = partial(write.whole, state)
-        if self._background is not None and self._fabric.is_global_zero:
-            action = self._background.start(write.whole, state)
-        return partial(on_first_rank, self._fabric, action)
-
-    def _shards(self, write: "_Write", state: dict[str, Any]) -> Callable[[], object]:
-        if self._group is None:
-            self._group = dist.new_group(backend="gloo")
-        parts = {key: plain for key, plain in plain_state(state).items() if has_shards({key: plain})}
-        rest = {key: value for key, value in state.items() if key not in parts}
-        writer = ShardWriter(write.partial / STATE, rest, prepare=write.prepare, publish=write.shards)
-        stager = None if self._background is None else self._background.stager
-        written = write_shards(parts, writer, self._group, stager)
-
-        def finish() -> None:
-            try:
-                written()
-            except CheckpointException as error:
-                raise write.failed(_cause(error)) from error
-
-        return finish
+        state = _tensors(model, get_optimizer_state_dict(model, optimizer))
+        writer = _Writer(self, step, loss)
+        options: Any = {"storage_writer": writer, "process_group": self._group, "no_dist": self._group is None}
+        try:
+            if self._stager is not None:
+                self._writing = step, dcp.async_save(state, async_stager=self._stager, **options)
+            else:
+                dcp.save(state, **options)
+        except CheckpointException as error:
+            raise self._failed(step, error) from error
 
     def wait(self) -> None:
-        """Return once the state given to ``save`` is on the disk. Every rank calls it.
+        """Return once the last checkpoint is on the disk; raises as ``save``."""
+        (step, writing), self._writing = self._writing or (0, None), None
+        try:
+            if writing is not None:
+                writing.result()
+        except CheckpointException as error:
+            raise self._failed(step, error) from error
+
+    def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        """Load the newest usable checkpoint in place; return its step, or 0 if there is no checkpoint.
 
         Raises:
-            DiskError: if it could not be written.
+            UserError: if all are damaged, or the newest undamaged one is of another model.
         """
-        finish, self._finish = self._finish, None
-        if finish is not None:
-            finish()
+        candidates = self._of_first_rank(lambda: [(path, *_look(path)) for path in reversed(checkpoints(self.folder))])
+        for path, damage, tensors in candidates:
+            try:
+                if damage is None:
+                    return self._load(path, tensors, model, optimizer)
+            except CheckpointException as error:
+                damage = _cause(error)
+            if self.first:
+                logger.warning("%s is damaged (%s); the checkpoint before it is used", path.name, damage)
+        if candidates:
+            raise UserError(
+                f"all checkpoints in {self.folder / 'checkpoints'} are damaged; restore one of them from a copy, or "
+                "start again in another folder"
+            )
+        return 0
 
-    def close(self) -> None:
-        """End the threads after their last write. ``wait`` raises the errors, this does not."""
-        if self._background is not None:
-            self._background.close()
+    def _load(self, path: Path, tensors: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        of_optimizer = get_optimizer_state_dict(model, optimizer)
+        state = _tensors(model, of_optimizer)
+        saved = {name: (tensor.properties.dtype, tensor.size) for name, tensor in tensors.items()}
+        wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
+        if saved != wanted:
+            other = sorted(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name))
+            raise UserError(f"{path} is of another model or precision: {len(other)} tensors differ, such as {other[0]}")
+        reader = HuggingFaceStorageReader(str(path))
+        dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
+        set_optimizer_state_dict(model, optimizer, of_optimizer)
+        return _note(path)["step"]
 
+    def _of_first_rank(self, value: Callable[[], Any]) -> Any:
+        box = [value() if self.first else None]  # all processes must choose the same checkpoint
+        if self._group is not None:
+            dist.broadcast_object_list(box, 0, group=self._group)
+        return box[0]
 
-class _Background:
-    """Writes states in a thread, from copies in main memory."""
-
-    def __init__(self):
-        self.stager = make_stager()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
-
-    def start(self, write: Callable[[Any], object], state: dict[str, Any]) -> Callable[[], object]:
-        """Copy ``state`` and begin to write the copy; a function that returns when it is written, or raises."""
-        return self._pool.submit(write, self.stager.stage(state)).result
-
-    def close(self) -> None:
-        self._pool.shutdown()
-        self.stager.close()
-
-
-def write_state(path: Path, state: dict[str, Any]) -> str:
-    """Write ``state`` with ``torch.save``, flush it to the disk and return its SHA-256.
-
-    Raises:
-        OSError: if the write fails.
-    """
-    with path.open("wb") as file:
-        hashing = HashingFile(file)
-        torch.save(state, hashing)  # ty: ignore[invalid-argument-type]  (it has the methods that torch.save calls)
-        file.flush()
-        os.fsync(file.fileno())
-    return hashing.checksum
-
-
-def _complete(folder: Path) -> list[Path]:
-    """The checkpoints by step. A folder gets the name of a checkpoint only when it is complete."""
-    return sorted(path for path in (folder / "checkpoints").glob("step-*") if path.name[5:].isdigit())
-
-
-@dataclass
-class _Write:
-    """One write of a checkpoint: prepare a temporary folder, write to it, publish it by its final name, prune."""
-
-    folder: Path
-    step: int
-    needed: int  # bytes of the state
-    world_size: int
-    validation_loss: float | None
-    keep: int
-    keep_best: bool
-
-    @property
-    def final(self) -> Path:
-        return checkpoint_path(self.folder, self.step)
-
-    @property
-    def partial(self) -> Path:
-        return self.final.with_name(self.final.name + PARTIAL)
-
-    def whole(self, state: dict[str, Any]) -> None:
-        """Write a state of ``plain_state``, from this process alone."""
-        try:
-            self.prepare()
-            checksum = write_state(self.partial / STATE, state)
-            self.publish({STATE: checksum})
-            self.prune()
-        except Exception as error:
-            raise self.failed(error) from error
-
-    def shards(self, checksums: dict[str, str]) -> None:
-        """Publish what every process has written and read back, given the checksums by name of shard; then prune."""
-        known = {f"{STATE}/{name}": checksum for name, checksum in checksums.items()}
-        self.publish(known, but=known)
-        self.prune()
-
-    def prepare(self) -> None:
-        """Make an empty folder to write to, on a disk with enough room; remove what interrupted writes left."""
-        place = self.partial.parent
-        place.mkdir(parents=True, exist_ok=True)
-        _put_back(self.folder)
-        for left in [*place.glob(f"step-*{PARTIAL}"), *place.glob(f"step-*{OLD}")]:
-            remove(left)
-        require_room(place, self.needed, f"the checkpoint of step {self.step}")
-        self.partial.mkdir()
-
-    def publish(self, checksums: dict[str, str], *, but: Iterable[str] = ()) -> None:
-        """Write the manifest, give the folder its final name, and read back its files ``but`` some."""
-        write_manifest(
-            self.partial, step=self.step, world_size=self.world_size, validation_loss=self.validation_loss,
-            checksums=checksums,
-        )  # fmt: skip
-        flush_tree(self.partial)
-        swap(self.partial, self.final)
-        wrong = damage(self.final, from_disk=True, but=but)
-        if wrong:
-            _set_aside(self.final)
-            raise DiskError(errno.EIO, f"{self.final} was written but reads back damaged: {wrong}")
-
-    def prune(self) -> None:
-        """Name the best checkpoint, and remove those that need not stay."""
-        best = best_checkpoint(self.folder) if self.keep_best else None
-        if best is not None:
-            of_best = read_manifest(best)
-            pointer = {"checkpoint": best.name, "step": of_best["step"], "validation_loss": of_best["validation_loss"]}
-            write_whole(best.parent / "best.json", json.dumps(pointer) + "\n")
-        for path in set(_complete(self.folder)) - {*_complete(self.folder)[-max(1, self.keep) :], self.final, best}:
-            discard(path)
-        for path in self.final.parent.glob(f"step-*{_DAMAGED}"):
-            if path.name.removesuffix(_DAMAGED) <= self.final.name:
-                remove(path)
-
-    def failed(self, error: BaseException) -> DiskError:
-        """Remove what was written; the error with the folder, the bytes needed, what is intact, and what to do."""
-        with suppress(OSError):
-            remove(self.partial)
-        if not isinstance(error, DiskError):
-            error = explained(error, self.final.parent, self.needed, f"the checkpoint of step {self.step}")
+    def _failed(self, step: int, error: CheckpointException) -> BaseException:
+        """Remove what was written; the error with what is intact and what to do."""
+        cause = _cause(error)
+        if not isinstance(cause, OSError | SafetensorError):  # safetensors has its own class for errors of the disk
+            return cause
+        if self.first:
+            shutil.rmtree(self.folder / "checkpoints" / f"{_name(step)}{UNFINISHED}", ignore_errors=True)
         last = latest_checkpoint(self.folder)
-        kept = f"{last} is intact" if last is not None else "there is no earlier checkpoint"
-        return DiskError(error.errno, f"{error.strerror}; {kept}. Once this is fixed, continue with --resume")
+        return UserError(
+            f"the checkpoint of step {step} could not be written: {cause}; "
+            f"{f'{last} is intact' if last else 'there is no earlier one'}. Once this is fixed, continue with --resume"
+        )
 
 
-def _cause(error: BaseException) -> BaseException:
+class _Writer(HuggingFaceStorageWriter):
+    """Writes to ``step-N.tmp`` and renames it. The two global methods run on rank 0 only, in DCP's order."""
+
+    def __init__(self, owner: Checkpoints, step: int, loss: float | None):
+        self.owner, self.step, self.loss = owner, step, loss
+        self.final = owner.folder / "checkpoints" / _name(step)
+        super().__init__(f"{self.final}{UNFINISHED}", save_distributed=True)
+
+    def prepare_local_plan(self, plan):
+        return plan  # the folder is made below, when all have a plan: a leftover file would be read as a shard
+
+    def prepare_global_plan(self, plans):
+        for unfinished in self.final.parent.glob(f"step-*{UNFINISHED}"):
+            shutil.rmtree(unfinished)
+        Path(self.path).mkdir(parents=True)
+        return super().prepare_global_plan(plans)
+
+    def write_data(self, plan, planner) -> Future:
+        """As inherited, without its two more copies of the state in memory."""
+        tensors = {item.index.fqn: planner.resolve_data(item).detach().cpu().contiguous() for item in plan.items}
+        places = {item.index.fqn: {SAVED_OFFSETS_KEY: list(item.tensor_data.chunk.offsets)} for item in plan.items}
+        if len(tensors) < len(plan.items):
+            raise NotImplementedError("a process has two pieces of one tensor, which a safetensors file cannot hold")
+        file = Path(self.path) / f"{plan.storage_data['shard_index']:05d}.safetensors"
+        save_file(tensors, file, {CUSTOM_METADATA_KEY: json.dumps(places), "format": "pt"})
+        flush(file)
+        done: Future = Future()
+        done.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
+        return done
+
+    def finish(self, metadata, results) -> None:
+        folder = Path(self.path)
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        if len(sizes) < sum(map(bool, results)):
+            raise OSError(f"{folder.parent} is not one folder for all machines; give an --out that all of them see")
+        note = {"step": self.step, "loss": self.loss, "torch": torch.__version__, "bytes": sizes}
+        (folder / NOTE).write_text(json.dumps(note))
+        flush(folder / NOTE)
+        flush(folder)
+        shutil.rmtree(self.final, ignore_errors=True)  # damaged, or of a run that went back
+        folder.rename(self.final)
+        flush(self.final.parent)
+        run, keep = self.owner.folder, self.owner.keep
+        stay = {path for path in checkpoints(run) if _damage(path) is None}
+        stay = {*sorted(stay)[-keep:], best_checkpoint(run) if self.owner.keep_best else None}
+        for path in {*checkpoints(run)} - stay:
+            shutil.rmtree(path.rename(f"{path}{UNFINISHED}"))
+
+
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def _tensors(model: nn.Module, of_optimizer: dict[str, Any]) -> dict[str, Tensor]:
+    """Weights and optimizer state under flat names; a tied weight once. The optimizer's settings are no state."""
+    once = {name for name, _ in (*model.named_parameters(), *model.named_buffers())}
+    state = {f"model.{name}": tensor for name, tensor in model.state_dict().items() if name in once}
+    for name, values in of_optimizer["state"].items():
+        state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
+    return state
+
+
+def _note(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads((path / NOTE).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
+def _look(path: Path) -> tuple[Any, Any]:
+    """The damage of a checkpoint and None, or None and the dtypes and shapes of its tensors."""
+    damage = _damage(path)
+    if damage is not None:
+        return damage, None
+    try:
+        return None, HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except (OSError, ValueError, SafetensorError) as error:
+        return str(error), None
+
+
+def _damage(path: Path) -> str | None:
+    """The damage of a checkpoint, by the sizes of its files; None if there is none."""
+    sizes = _note(path).get("bytes")
+    if not sizes:
+        return f"{NOTE} is missing or damaged"
+    wrong = [name for name, size in sizes.items() if not (path / name).exists() or (path / name).stat().st_size != size]
+    return f"{wrong[0]} is missing or has another size" if wrong else None
+
+
+def _cause(error: CheckpointException) -> BaseException:
     """The error of the first process that failed."""
-    return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
-
-
-def _put_back(folder: Path) -> None:
-    """Finish or undo what interrupted writes left of the run in ``folder``."""
-    for path in (folder / "checkpoints").glob(f"step-*{REPLACED}"):
-        put_back(path.with_name(path.name.removesuffix(REPLACED)))
-
-
-def _set_aside(path: Path) -> None:
-    aside = path.with_name(path.name + _DAMAGED)
-    remove(aside)
-    os.replace(path, aside)
+    return next(iter(error.failures.values()))[0]

@@ -3,53 +3,44 @@
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
-from diff_transformer.checks import MAX_SEED, read_json
+from pydantic import AfterValidator, Field
+from pydantic.dataclasses import dataclass
+
+from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
-from diff_transformer.errors import UserError
 from diff_transformer.settings import (
+    STRICT,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
-    Rule,
-    as_kind,
+    Seed,
     assign,
     build,
-    check_rules,
-    current_name,
-    fit_kinds,
-    one_of,
     unknown,
+    validate,
 )
 from diff_transformer.train.data_config import DataConfig
 
-_ROUNDED = "its weights are in 16 bits, which round away updates as small as optim.lr (nothing keeps them in fp32)"
-UNTRAINABLE = {  # precisions of Fabric -> why a run cannot use them
-    "bf16-true": _ROUNDED,
-    "16-true": _ROUNDED,
-    "16-mixed": "it scales the loss, with which gradients cannot be clipped here, and no checkpoint holds the scale",
-}
-_PRECISIONS = ("32-true", "bf16-mixed", "64-true")
-_PRECISION = Rule(lambda name: name in (*_PRECISIONS, *UNTRAINABLE), f"accepted: {', '.join(_PRECISIONS)}")
-_SEED = Rule(lambda seed: 0 <= seed <= MAX_SEED, f"give a whole number from 0 to {MAX_SEED}")
-_THREADS = Rule(lambda count: count >= 0, "give 0 for PyTorch's own choice, or a count")
-_BETAS = Rule(lambda betas: all(0 <= beta < 1 for beta in betas), "give two numbers from 0 up to, but not, 1")
-_ASKED = Rule(
-    lambda cells: all(1 <= asked <= count for count, asked in cells),
-    "give pairs [N, R] of needles and cities asked for, with R from 1 to N",
-)
+Rate = Annotated[float, Field(ge=0, lt=1)]
 
 
-@dataclass
+def _cell(cell: tuple[int, int]) -> tuple[int, int]:
+    if not 1 <= cell[1] <= cell[0]:
+        raise ValueError("give a pair [N, R] of needles and cities asked for, with R from 1 to N")
+    return cell
+
+
+@dataclass(config=STRICT)
 class OptimConfig:
     """AdamW with weight decay on matrices only; linear warm-up, then linear decay."""
 
     lr: PositiveFloat = 1e-3  # learning rate after warm-up
-    betas: Annotated[tuple[float, float], _BETAS] = (0.9, 0.95)  # decay rates of both moments
+    betas: tuple[Rate, Rate] = (0.9, 0.95)  # decay rates of both moments
     eps: NonNegativeFloat = 1e-8  # added to the denominator
     weight_decay: NonNegativeFloat = 0.1  # on matrices only
     warmup_steps: NonNegativeInt = 50  # steps of linear warm-up
@@ -57,40 +48,21 @@ class OptimConfig:
     grad_clip: NonNegativeFloat = 1.0  # largest norm of the gradient; 0 for no clipping
 
 
-@dataclass
+@dataclass(config=STRICT)
 class ParallelConfig:
-    """How a run is spread over processes, one per device. A resumed run may change it, up to rounding of the losses."""
+    """How a run is spread over processes, one per device, which torchrun starts. A resumed run may change it."""
 
     # "single", "ddp", "fsdp" (FSDP2), or "auto": "fsdp" with tensor parallel, else "ddp", "single" for one process
-    strategy: Annotated[str, one_of("auto", "single", "ddp", "fsdp")] = "auto"
+    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
     tensor_parallel: PositiveInt = 1  # processes that share each layer by heads; the others share the rows of a batch
     context_parallel: PositiveInt = 1  # processes that share each row; multiplies with `tensor_parallel`
-    # "gather" the keys and values of the row, or exchange tokens for "heads"
-    context_parallel_method: Annotated[str, one_of("gather", "heads")] = "gather"
     # with "fsdp": copies of the sharded model (HSDP), such as one for each machine
     replicas: PositiveInt = 1
-    devices: NonNegativeInt = 0  # processes on this machine; 0 for what torchrun starts, or one
-    num_nodes: NonNegativeInt = 0  # machines; 0 for what torchrun starts, or one
-    # with "fsdp": each process writes, hashes and checks its part of a checkpoint instead of sending it to rank 0
-    sharded_checkpoints: bool = False
     # end the run, naming the slowest process, if none makes progress for this long; 0 for never
     stall_seconds: NonNegativeFloat = 600.0
 
-    def validate(self) -> None:
-        """Raise ValueError for values that contradict each other. ``launch.check_processes`` checks their number."""
-        if self.replicas > 1 and self.strategy in ("single", "ddp"):
-            raise UserError(
-                f"train.parallel.replicas is {self.replicas}, which needs strategy 'fsdp', not {self.strategy!r}, "
-                f"under which every process has a copy of the model"
-            )
-        if self.sharded_checkpoints and self.strategy in ("single", "ddp"):
-            raise UserError(
-                f"train.parallel.sharded_checkpoints needs strategy 'fsdp', not {self.strategy!r}, under which every "
-                f"process has the whole model"
-            )
 
-
-@dataclass
+@dataclass(config=STRICT)
 class TrainConfig:
     """How a run trains, logs and saves."""
 
@@ -98,7 +70,7 @@ class TrainConfig:
     initial_model: str | None = None
     # which are trained, the others stay as they start: "all", those of "attention", or "lora": lambda and norms of
     # attention, and low-rank adapters of its matrices, which the saved model has merged
-    weights: Annotated[str, one_of("all", "attention", "lora")] = "all"
+    weights: Literal["all", "attention", "lora"] = "all"
     lora_rank: PositiveInt = 16  # of the adapters; their scale is 2
     steps: PositiveInt = 1000  # optimizer steps
     batch_size: PositiveInt = 16  # rows per step, over all processes and passes
@@ -106,8 +78,8 @@ class TrainConfig:
     micro_batch_size: NonNegativeInt = 0
     accumulate: PositiveInt = 1  # passes per step, instead of `micro_batch_size`
     # "32-true", "bf16-mixed" (weights and optimizer in fp32) or "64-true"
-    precision: Annotated[str, _PRECISION] = "32-true"
-    seed: Annotated[int, _SEED] = 0  # of the initial weights, the rows and their order
+    precision: Literal["32-true", "bf16-mixed", "64-true"] = "32-true"
+    seed: Seed = 0  # of the initial weights, the rows and their order
     log_every: PositiveInt = 10  # steps between two log lines
     validate_every: PositiveInt = 200  # steps between two validations
     validation_rows: PositiveInt = 64  # held-out rows, at most
@@ -117,24 +89,16 @@ class TrainConfig:
     checkpoint_async: bool = False  # write in the background; needs main memory for one more state
     # recomputed in the backward pass: "none", "selective" (all but products and attention), "full", or "auto", the
     # first of these that fits the device's memory
-    activation_checkpointing: Annotated[str | bool, one_of("auto", "none", "selective", "full")] = "none"
+    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
     compile: bool = False  # compile each layer (torch.compile)
     # repeat bit for bit on a GPU too: attention's two-pass backward and PyTorch's deterministic algorithms
     deterministic: bool = False
-    threads: Annotated[int, _THREADS] = 0  # CPU threads, which affect rounding; 0 for PyTorch's choice
+    threads: NonNegativeInt = 0  # CPU threads, which affect rounding; 0 for PyTorch's choice
     loss_chunk: NonNegativeInt = 0  # tokens whose logits are held at a time; 0 for all
     prefetch: NonNegativeInt = 2  # batches prepared ahead; 0 for none
     peak_flops: NonNegativeFloat = 0.0  # peak FLOP/s of a device, for MFU; 0 for the known or measured value
     wandb: bool = False  # send the metrics to Weights & Biases too, with its own environment variables
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    micro_rows: InitVar[int | None] = None  # deprecated name of `micro_batch_size`
-
-    def __post_init__(self, micro_rows: int | None) -> None:
-        if micro_rows is not None:
-            self.micro_batch_size = micro_rows
-            current_name("train.micro_rows", RENAMED)
-        if isinstance(self.activation_checkpointing, bool):
-            self.activation_checkpointing = "full" if self.activation_checkpointing else "none"
 
     def rows_of_a_pass(self, processes: int = 1) -> int:
         """Rows of a forward and backward pass, at most, of each of ``processes`` that share the rows of a batch."""
@@ -143,12 +107,12 @@ class TrainConfig:
         return -(-share // passes)
 
 
-@dataclass
+@dataclass(config=STRICT)
 class EvaluationConfig:
     """The experiments that ``compare`` runs on each trained model."""
 
     # cells (N, R) of Table 2
-    needles: Annotated[tuple[tuple[int, int], ...], _ASKED] = ((1, 1), (2, 1), (4, 1), (4, 2))
+    needles: tuple[Annotated[tuple[int, int], AfterValidator(_cell)], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
     needle_lengths: tuple[int, ...] = ()  # tokens of the prompts of Table 2; () for `data.length`
     samples: PositiveInt = 40  # prompts a cell, length and depth of Table 2
     allocation_needles: PositiveInt = 1  # needles in a prompt of Table 3
@@ -163,15 +127,10 @@ class EvaluationConfig:
     # further experiments by name, each with the settings that differ from `diff-transformer eval NAME --quick`; corpus,
     # length and seed are those of the run
     more: dict[str, dict[str, Any]] = field(default_factory=dict)
-    seed: Annotated[int, _SEED] = 0  # of prompts, and of held-out rows that are drawn
+    seed: Seed = 0  # of prompts, and of held-out rows that are drawn
 
 
-RENAMED = {"train.micro_rows": "train.micro_batch_size"}  # deprecated key -> key
-REMOVED = ("data.seed",)  # keys of older files that never had an effect
-_OPEN = ("model.*", "data.mixture.*", "evaluation.more.*")  # keys that --set may add
-
-
-@dataclass
+@dataclass(config=STRICT)
 class RunConfig:
     """Everything that determines a run."""
 
@@ -181,44 +140,6 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
-
-    def validate(self) -> "RunConfig":
-        """Raise ValueError for values out of range and for values that contradict each other; return the config."""
-        fit_kinds(self)
-        check_rules(self)
-        if self.train.batch_size % self.train.accumulate:
-            raise UserError(
-                f"train.batch_size {self.train.batch_size} is not divisible by train.accumulate {self.train.accumulate}"
-            )
-        if self.train.micro_batch_size and self.train.accumulate > 1:
-            raise UserError(
-                f"train.micro_batch_size is {self.train.micro_batch_size} and train.accumulate "
-                f"{self.train.accumulate}, which both say how many passes a step takes; set train.micro_batch_size=0 "
-                f"or train.accumulate=1"
-            )
-        if self.train.precision in UNTRAINABLE:
-            raise UserError(
-                f"train.precision is {self.train.precision!r}, which does not train: "
-                f"{UNTRAINABLE[self.train.precision]}; give 'bf16-mixed' or '32-true'"
-            )
-        self.train.parallel.validate()
-        if self.train.weights == "lora":
-            self._check_lora()
-        pieces = 2 * self.train.parallel.context_parallel
-        if pieces > 2 and self.data.length % pieces:
-            raise UserError(
-                f"data.length is {self.data.length}; train.parallel.context_parallel {pieces // 2} cuts a row into "
-                f"{pieces} equal pieces, so give a multiple of {pieces}"
-            )
-        return self
-
-    def _check_lora(self) -> None:
-        parallel = self.train.parallel
-        if parallel.strategy == "fsdp" or parallel.tensor_parallel > 1 or parallel.replicas > 1:
-            raise UserError(
-                "train.weights is 'lora', which trains with one process or strategy 'ddp', not sharded; leave "
-                "sharding out, or give train.weights=attention"
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """The configuration as JSON values."""
@@ -230,16 +151,16 @@ class RunConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> "RunConfig":
-        """The inverse of ``to_dict``; raises as ``load``."""
-        return build(cls, values, renamed=RENAMED, removed=REMOVED)
+        """The inverse of ``to_dict``. Settings that are left out get their defaults.
+
+        Raises:
+            UserError: for a setting that does not exist, naming the nearest, or a value that it does not accept.
+        """
+        return build(cls, {**values, "model": checked_model(values.get("model", {}))})
 
     @classmethod
     def load(cls, path: Path) -> "RunConfig":
-        """Read what ``save`` wrote. Settings that the file does not have get their defaults.
-
-        Raises:
-            ValueError: for a setting that does not exist, naming the nearest.
-        """
+        """Read what ``save`` wrote; raises as ``from_dict``."""
         return cls.from_dict(read_json(path))
 
 
@@ -247,17 +168,12 @@ def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     """A copy of ``config`` with ``["optim.lr=1e-3", "data.mixture.text=0.5", ...]`` applied; values are JSON or text.
 
     Raises:
-        ValueError: for an assignment without ``=``, a key that does not exist (naming the nearest that does), or a
-            value of another type than the key's.
+        UserError: for an assignment without ``=``, a key that does not exist (naming the nearest that does), or a
+            value that the setting does not accept.
     """
     values = config.to_dict()
-    assigned = assign(values, assignments, example="optim.lr=1e-3", open_ended=_OPEN, renamed=RENAMED)
-    for key in assigned:
-        if key.startswith("model.") and key.removeprefix("model.") not in config.model:
-            _check_model_field(key)
+    assigned = assign(values, assignments, open_ended=("model.*", "data.mixture.*", "evaluation.more.*"))
     config = RunConfig.from_dict(values)
-    if any(key.startswith("model") for key in assigned):
-        config.model = checked_model(config.model)
     if any(key.startswith("data.corp") for key in assigned) and "model.vocab_size" not in assigned:
         from diff_transformer.train.text import prepared_vocabulary
 
@@ -266,17 +182,12 @@ def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     return config
 
 
-def _check_model_field(key: str) -> None:
-    from diff_transformer.model.config import DiffTransformerConfig
-
-    known = [f"model.{name}" for name in sorted(DiffTransformerConfig.__dataclass_fields__)]
-    if key not in known:
-        raise unknown(key, known)
-
-
 def checked_model(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields of ``DiffTransformerConfig``, of the kinds that it declares; ValueError for a value of another kind."""
+    """Fields of ``DiffTransformerConfig`` of the types that it declares; UserError for another field or type."""
     from diff_transformer.model.config import DiffTransformerConfig
 
-    kinds = {name: field.type for name, field in DiffTransformerConfig.__dataclass_fields__.items()}
-    return {key: as_kind(kinds.get(key, Any), value, f"model.{key}") for key, value in fields.items()}
+    types = {name: field.type for name, field in DiffTransformerConfig.__dataclass_fields__.items()}
+    for key in fields:
+        if key not in types:
+            raise unknown(f"model.{key}", [f"model.{name}" for name in types])
+    return {key: validate(types[key], value, f"model.{key}") for key, value in fields.items()}

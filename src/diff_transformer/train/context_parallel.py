@@ -1,13 +1,10 @@
 """Context parallel: one sequence over several processes (``train.parallel.context_parallel``).
 
 A row of N tokens is cut into 2 P pieces, and process r of P computes pieces r and 2 P - 1 - r, so that all have
-the same causal work. Only attention looks at other tokens. There are two exact methods:
-
-- "gather": each process gathers K and V of the whole row and computes its own queries, one call for each piece over the
-  keys up to the piece's end. The causal limit is aligned to the lower right, so kernels do not change and no partial
-  results are merged. The backward pass reduces and scatters the gradients of K and V.
-- "heads": two all-to-all exchanges turn N / P tokens of all heads into N tokens of a share of the heads, and back
-  (DeepSpeed-Ulysses, arXiv 2309.14509).
+the same causal work. Only attention looks at other tokens: each process gathers K and V of the whole row and computes
+its own queries, one call for each piece over the keys up to the piece's end. The causal limit is aligned to the lower
+right, so kernels do not change and no partial results are merged. The backward pass reduces and scatters the gradients
+of K and V.
 
 Legend: B rows, N tokens of a row, P processes, S = N / P tokens of a process.
 """
@@ -22,7 +19,6 @@ from lightning.fabric import Fabric
 from torch import Tensor
 
 from diff_transformer.data.mixture import IGNORED
-from diff_transformer.errors import UserError
 from diff_transformer.model.cores import AttentionCore, Lambda
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.train.config import ParallelConfig
@@ -39,7 +35,6 @@ class SequencePart:
     rank: int = 0
     size: int = 1
     group: Any = None
-    method: str = "gather"
 
     @property
     def pieces(self) -> tuple[int, int]:
@@ -74,18 +69,12 @@ class SequencePart:
         return mine, self.of(targets), self.of(weights)
 
     def apply(self, model: Any) -> None:
-        """Let the attention of ``model`` see the whole row.
-
-        Raises:
-            ValueError: for a model whose attention the method cannot compute.
-        """
+        """Let the attention of ``model`` see the whole row."""
         if self.size == 1:
             return
-        check_context(model.config, self.size, self.method)
-        attend = _attend_own_queries if self.method == "gather" else _attend_own_heads
         for layer in model.base_model.layers:
             core = layer.self_attn.core
-            core.attend_documents = partial(attend, self, core, core.attend_documents)
+            core.attend_documents = partial(_attend_own_queries, self, core, core.attend_documents)
 
 
 WHOLE = SequencePart()  # of a process that has its rows to itself
@@ -103,23 +92,7 @@ def make_context(fabric: Fabric, parallel: ParallelConfig) -> SequencePart:
             members = list(range(first, first + size * inner, inner))
             group = dist.new_group(members)
             mine = group if fabric.global_rank in members else mine
-    return SequencePart(rank % size, size, mine, parallel.context_parallel_method)
-
-
-def check_context(config: Any, size: int, method: str) -> None:
-    """Raise ValueError unless ``size`` processes can share a row of a model with this configuration."""
-    asked = f"train.parallel.context_parallel is {size}"
-    if method == "gather" and config.attention == "dint":
-        raise UserError(
-            f"{asked}, but attention='dint' takes a running mean over the whole row, which no process has; give "
-            f"train.parallel.context_parallel_method='heads', or another attention"
-        )
-    heads = config.heads
-    if method == "heads" and heads.values % size:
-        raise UserError(
-            f"{asked} with context_parallel_method 'heads', which does not divide the {heads.values} value heads of "
-            f"this model; give a context_parallel that divides them, or context_parallel_method='gather'"
-        )
+    return SequencePart(rank % size, size, mine)
 
 
 @torch.compiler.disable
@@ -150,21 +123,6 @@ def _attend_own_queries(
             out = attend_documents(*inputs, visible._replace(documents=of_queries), firsts, of_keys)
             outs.append(out.unflatten(0, (B, width)))
     return torch.cat(outs, 1).flatten(0, 1)
-
-
-@torch.compiler.disable
-def _attend_own_heads(
-    context: SequencePart, core: AttentionCore, attend_documents, q, k, v, lam: Lambda, visible: Visible, first=None
-) -> Tensor:
-    """As ``_attend_own_queries``, by exchanging tokens for heads."""
-    B, S = q.shape[0], q.shape[2]
-    q, k, v = (_to_heads(x.transpose(1, 2), context).transpose(1, 2) for x in (q, k, v))
-    lam, first = (
-        _to_heads(x.transpose(1, 2), context).transpose(1, 2) if isinstance(x, Tensor) and x.dim() == 4 else x
-        for x in (lam, first)
-    )
-    out = attend_documents(q, k, v, lam, visible, first).unflatten(0, (B, S * context.size))
-    return _to_tokens(out, context).flatten(0, 1)
 
 
 def _clip(documents: Packing, rows: int, length: int, start: int, end: int) -> Packing:
@@ -206,36 +164,3 @@ class _Gather(torch.autograd.Function):
         mine = ordered.new_empty((len(ordered) // ctx.context.size, *ordered.shape[1:]))
         _reduce_scatter(mine, ordered, group=ctx.context.group)
         return mine, None
-
-
-class _Exchange(torch.autograd.Function):
-    """Part i of ``x``'s first dimension, of size P, goes to process i; its own inverse."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, context: SequencePart) -> Tensor:
-        ctx.context = context
-        return _exchanged(x, context)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _exchanged(gradient, ctx.context), None
-
-
-def _exchanged(x: Tensor, context: SequencePart) -> Tensor:
-    x = x.contiguous()
-    received = torch.empty_like(x)
-    dist.all_to_all_single(received, x, group=context.group)
-    return received
-
-
-def _to_heads(x: Tensor, context: SequencePart) -> Tensor:
-    """``[B, S, heads, width]`` to ``[B, N, heads / P, width]``."""
-    parts = x.unflatten(2, (context.size, -1)).permute(2, 1, 0, 3, 4)  # [P, S, B, heads / P, width]
-    return _in_order(_Exchange.apply(parts, context).flatten(0, 1), context).transpose(0, 1)
-
-
-def _to_tokens(x: Tensor, context: SequencePart) -> Tensor:
-    """The inverse of ``_to_heads``."""
-    parts = _by_process(x.transpose(0, 1), context).unflatten(0, (context.size, -1))  # [P, S, B, heads / P, width]
-    return _Exchange.apply(parts, context).permute(2, 1, 0, 3, 4).flatten(2, 3)

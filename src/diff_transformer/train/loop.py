@@ -1,13 +1,13 @@
 """The training loop: one for both models of a pair, every recipe, and any number of processes.
 
-``train`` checks the configuration and opens the run's folder. ``Run._train_steps`` is the loop. What one step does is
-in ``step.py``; how the model is spread over processes is in ``parallelize.py``, and nothing here depends on it.
+``plan = resolve(config, world)`` makes every check, ``run = build(plan, ...)`` the model and what surrounds it, and
+``_train_steps`` is the loop. What one step does is in ``step.py``; how the model is spread over processes is in
+``parallelize.py``, and nothing here depends on it.
 """
 
 import logging
 import math
 import os
-import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -17,49 +17,35 @@ from typing import Any
 
 import torch
 from lightning.fabric import Fabric
-from lightning.fabric.strategies import ModelParallelStrategy
 
-from diff_transformer.durable import remove
 from diff_transformer.errors import UserError
-from diff_transformer.train.checkpoint import Saver, latest_checkpoint, load_checkpoint
+from diff_transformer.train.checkpoint import Checkpoints, latest_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
-from diff_transformer.train.heartbeat import Heartbeat, lost_peers_explained
-from diff_transformer.train.initial_model import build_model, check_backend_on, check_model, start_model
+from diff_transformer.train.heartbeat import Heartbeat
+from diff_transformer.train.initial_model import draw_weights, unfilled_model
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
-from diff_transformer.train.parallelize import compile_layers, make_fabric
+from diff_transformer.train.parallelize import compile_layers, is_sharded, make_fabric, whole_model
+from diff_transformer.train.plan import Plan, resolve, world_size
 from diff_transformer.train.ranks import on_first_rank
 from diff_transformer.train.recompute import recompute, what_to_recompute
-from diff_transformer.train.run_folder import check_run_folder, damaged_model, open_run_folder, save_model
+from diff_transformer.train.run_folder import check_run_folder, run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
-from diff_transformer.train.state import TrainingState, is_sharded, whole_model
-from diff_transformer.train.step import (
-    Outcome,
-    Stepper,
-    learning_rate,
-    make_optimizer,
-    schedule_warning,
-)
-from diff_transformer.train.telemetry import by_source, telemetry, utilisation
-from diff_transformer.train.training_data import (
-    Rows,
-    TrainingData,
-    load_training_data,
-    make_rows,
-    prefetched,
-    source_names,
-)
+from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
+from diff_transformer.train.telemetry import Utilisation, by_source, telemetry, utilisation
+from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched, source_names
 from diff_transformer.train.weights import choose_weights
 
-__all__ = ["Interrupted", "Trained", "train"]
+__all__ = ["Diverged", "Interrupted", "Trained", "train"]
 
 logger = logging.getLogger("diff_transformer")
 
 Progress = Callable[[int, dict], None]  # called with the number of finished steps and the newest metrics
 
 
-_RANKS_APART = 1_000_003  # of the seeds of processes with other rows
+class Diverged(UserError):
+    """The loss or the gradient norm of a step is not finite."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +56,19 @@ class Trained:
     model: torch.nn.Module | None  # unwrapped, in eval mode; of a sharded model None on every rank but the first
     tokenizer: object
     config: RunConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run on this process: its plan, and what it trains with."""
+
+    plan: Plan
+    fabric: Fabric
+    data: TrainingData
+    model: Any  # without its wrappers
+    optimizer: torch.optim.Optimizer
+    stepper: Stepper
+    utilisation: Utilisation
 
 
 def train(
@@ -85,218 +84,223 @@ def train(
 
     Under torchrun, every process calls this function; rank 0 writes the files.
 
-    A resumed run continues bit by bit on the CPU: the data order is a function of the step, and the checkpoint holds
-    model, optimizer and random state. A run may resume with another number of processes or another strategy: the
-    batches are the same, and losses differ by rounding.
+    A resumed run continues bit by bit on the CPU: rows and random draws are functions of the step, and the checkpoint
+    holds model and optimizer. A run may resume with another number of processes or another strategy: the batches are
+    the same, and losses differ by rounding.
 
     Args:
         progress: called on rank 0 after every step.
         data: the result of ``load_training_data(config)``, if the caller has it already.
-        announce: called on rank 0 before the first step, with the formula of MFU.
+        announce: called on rank 0 before the first step, with the formula of MFU and the step that a run resumes at.
 
     Raises:
-        FileExistsError, ValueError: as ``open_run_folder`` and ``make_fabric``, or for a configuration that is not
-            consistent.
-        FloatingPointError: if the loss or the gradient norm is not finite. The last checkpoint stays.
+        UserError: as ``resolve`` and ``run_folder``, before anything is written; as ``Checkpoints``.
+        Diverged: if the loss or the gradient norm is not finite. The last checkpoint stays.
         Interrupted: after Ctrl-C or SIGTERM to any process, once the state is saved.
-        PeerLost: if another process of the run has ended.
     """
     folder = Path(folder)
-    config.validate()
+    plan = resolve(config, world_size())
+    check_run_folder(folder, resume=resume)
     if config.train.threads:
         torch.set_num_threads(config.train.threads)
-    check_run_folder(folder, resume=resume)
-    check_model(config)
-    fabric = make_fabric(config)
-    check_backend_on(config, fabric.device)
-    warning = schedule_warning(config.train.steps, config.optim)
+    fabric = make_fabric(plan)
+    run = build(plan, fabric, data or load_training_data(plan.config))
+    say = announce if announce is not None and fabric.is_global_zero else lambda text: None
+    with ExitStack() as held, deterministic_algorithms(config.train.deterministic):
+        on_first_rank(fabric, lambda: held.enter_context(run_folder(folder, plan.config, resume=resume)))
+        return _train(run, folder, resume, progress if fabric.is_global_zero else None, say)
+
+
+def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
+    """The model of ``plan`` with its initial weights, spread over the processes of ``fabric``, and its optimizer."""
+    config, settings = plan.config, plan.config.train
+    check_backend(config, fabric.device)
+    torch.manual_seed(settings.seed)  # of adapters
+    model = unfilled_model(plan, data.tokenizer)
+    choose_weights(model, settings)
+    context = make_context(fabric, settings.parallel)
+    context.apply(model)
+    recompute(model, what_to_recompute(config, model.config, fabric))
+    objective = Objective(model, settings.loss_chunk)
+    if settings.compile and plan.strategy != "fsdp":
+        compile_layers(model)
+        objective.compile_loss()
+    wrapped: Any = fabric.setup_module(objective)
+    if plan.source is None:
+        draw_weights(model, settings.seed)
+    optimizer = make_optimizer(model, config.optim)
+    stepper = Stepper(
+        fabric, wrapped, fabric.setup_optimizers(optimizer), model, config, data.tokenizer.eos_token_id, context
+    )
+    used = utilisation(
+        model.config, config.data.length, fabric.device, settings.precision,
+        given=settings.peak_flops, devices=plan.world,
+    )  # fmt: skip
+    return Run(plan, fabric, data, model, optimizer, stepper, used)
+
+
+def check_backend(config: RunConfig, device: torch.device) -> None:
+    """Raise UserError if ``model.backend`` names a backend that does not work on the device of a run."""
+    from diff_transformer.ops import available_backends
+
+    name = config.model.get("backend", "auto")
+    if name == "auto" or config.model.get("attention") == "softmax":
+        return
+    dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(config.train.precision, torch.float32)
+    usable = available_backends(device, dtype)
+    if name not in usable:
+        raise UserError(f"model.backend is {name!r}, which does not run on {device.type}; give {', '.join(usable)}")
+
+
+def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say: Callable[[str], None]) -> Trained:
+    """Load the last checkpoint if ``resume``, take the remaining steps, save the model."""
+    fabric, settings, config = run.fabric, run.plan.config.train, run.plan.config
+    checkpoints = Checkpoints(
+        folder, keep=settings.checkpoint_keep, keep_best=settings.checkpoint_best, background=settings.checkpoint_async
+    )
+    step = checkpoints.load(run.model, run.optimizer) if resume else 0
+    if resume:
+        say(f"continues after step {step:,} of {settings.steps:,}")
+    if 0 < step < settings.steps:
+        on_first_rank(fabric, lambda: refuse_other_rows(folder, run.data))
+    warning = schedule_warning(settings.steps, config.optim)
     if warning and fabric.is_global_zero:
         logger.warning(warning)
-    data = data or load_training_data(config)
-    run = Run(fabric, config, folder, data)  # before anything is written, so that errors leave no folder behind
-    deterministic = deterministic_algorithms(config.train.deterministic)
-    with lost_peers_explained(folder), ExitStack() as held, deterministic:
-        on_first_rank(fabric, lambda: held.enter_context(open_run_folder(folder, config, resume=resume)) and None)
-        return run.train(resume, progress, announce)
-
-
-class Run:
-    """One run on this process: the model and what surrounds it, and the loop over the steps."""
-
-    def __init__(self, fabric: Fabric, config: RunConfig, folder: Path, data: TrainingData):
-        self.fabric, self.config, self.folder, self.data = fabric, config, folder, data
-        settings = config.train
-        fabric.seed_everything(settings.seed, verbose=False)
-        start = start_model(config, data.tokenizer) if isinstance(fabric.strategy, ModelParallelStrategy) else None
-        self.unwrapped_model = build_model(config, data.tokenizer) if start is None else start.model
-        choose_weights(self.unwrapped_model, settings)
-        context = make_context(fabric, settings.parallel)
-        context.apply(self.unwrapped_model)
-        recompute(self.unwrapped_model, what_to_recompute(config, self.unwrapped_model.config, fabric))
-        objective = Objective(self.unwrapped_model, settings.loss_chunk, start)
-        if settings.compile and not hasattr(fabric.strategy, "device_mesh"):
-            compile_layers(self.unwrapped_model)
-            objective.compile_loss()
-        model: Any = fabric.setup_module(objective, move_to_device=start is None)
-        inner = make_optimizer(self.unwrapped_model, config.optim)
-        optimizer: Any = fabric.setup_optimizers(inner)
-        self.state = TrainingState(self.unwrapped_model, inner, sharded_files=settings.parallel.sharded_checkpoints)
-        eos_id = data.tokenizer.eos_token_id
-        self.stepper = Stepper(fabric, model, optimizer, self.unwrapped_model, config, eos_id, context)
-        if self.stepper.batch_part.rank:  # other rows, other masks of dropout
-            torch.manual_seed(settings.seed + _RANKS_APART * self.stepper.batch_part.rank)
-        self.stop: StopRequest | None = None
-        self.sources = source_names(config.data)
-        self.utilisation = utilisation(
-            self.unwrapped_model.config, config.data.length, fabric.device, settings.precision,
-            given=settings.peak_flops, devices=fabric.world_size,
-        )  # fmt: skip
-        self.saver = Saver(
-            fabric,
-            folder,
-            keep=settings.checkpoint_keep,
-            keep_best=settings.checkpoint_best,
-            background=settings.checkpoint_async,
-        )
-
-    def train(self, resume: bool, progress: Progress | None, announce: Callable[[str], None] | None) -> Trained:
-        """Load the last checkpoint if ``resume``, take the remaining steps, save the model."""
-        fabric = self.fabric
-        loaded = self.state.to_load()
-        notes = load_checkpoint(fabric, self.folder, loaded) if resume else []
-        resume_step = self.state.take(loaded, self.config.train.seed)
-        if 0 < resume_step < self.config.train.steps:
-            on_first_rank(fabric, lambda: refuse_other_rows(self.folder, self.data))
-        if announce is not None and fabric.is_global_zero:
-            announce(self.utilisation.formula())
-        log = MetricsLog(
-            self.folder, resume_step, active=fabric.is_global_zero, wandb=self.config.train.wandb,
-            settings=self.config.to_dict(),
-        )  # fmt: skip
+    say(run.utilisation.formula())
+    log = None
+    if fabric.is_global_zero:
+        log = MetricsLog(folder, step, wandb=settings.wandb, settings=config.to_dict())
+    with stop_requests() as stop:
         try:
-            for note in notes:
-                log.note(resume_step, note)
-            self._train_steps(resume_step, log, progress if fabric.is_global_zero else None)
+            _train_steps(run, folder, step, checkpoints, log, progress, stop)
+            checkpoints.wait()
         finally:
-            self.saver.close()
-            log.close()
-        model = whole_model(self.unwrapped_model, fabric.is_global_zero)
-        finished_before = resume_step >= self.config.train.steps
-        on_first_rank(fabric, lambda: self._save_model(model, finished_before))
-        if self.stop is not None and self.stop():  # in the last step, or after it
-            raise Interrupted(
-                f"{self.folder} is finished, and was then asked to stop", self.stop.number or signal.SIGINT
-            )
-        return Trained(self.folder, model, self.data.tokenizer, self.config)
+            if log is not None:
+                log.close()
+        model = whole_model(run.model, fabric.is_global_zero)
+        if not (step == settings.steps and (folder / "model").exists()):  # users may have edited it
+            on_first_rank(fabric, lambda: save_model(model, run.data.tokenizer, folder / "model", config))
+    if stop.number is not None:
+        raise Interrupted(f"{folder} is finished, and was then asked to stop", stop.number)
+    return Trained(folder, model, run.data.tokenizer, config)
 
-    def _save_model(self, model, finished_before: bool) -> None:
-        """Save the model, unless a run that was finished before has it: it is the user's by now."""
-        place = self.folder / "model"
-        wrong = damaged_model(place, model) if finished_before and place.exists() else None
-        if finished_before and place.exists() and wrong is None:
-            return
-        if wrong is not None:
-            logger.warning("the saved model is damaged: %s. It is written again from the last checkpoint", wrong)
-            aside = place.with_name("model.damaged")
-            remove(aside)
-            place.rename(aside)
-        save_model(model, self.data.tokenizer, place, self.config)
 
-    def _train_steps(self, resume_step: int, log: MetricsLog, progress: Progress | None) -> None:
-        settings, stepper = self.config.train, self.stepper
-        if resume_step == 0:
-            start = {**self._validation(), **telemetry(self.unwrapped_model, self.fabric.device)}
-            log.write(0, start | ({DIGEST: self.data.digest()} if self.fabric.is_global_zero else {}))
-        speed = _Speed()
-        with stop_requests() as stop, self._heartbeat() as at, self._batches(resume_step) as batches:
-            self.stop = stop
-            for step in range(resume_step, settings.steps):
-                done = step + 1
-                at(step, "waiting for data")
-                rows = next(batches)
-                at(step, "forward and backward")
-                rate, logs = learning_rate(step, settings.steps, self.config.optim), self._due(done, settings.log_every)
-                outcome = stepper.step(rows, rate, stop, by_part=logs)
-                speed.tokens += settings.batch_size * self.config.data.length
-                if not outcome.finite:
-                    raise self._not_finite(done, outcome)
-                values = self._values(outcome, rate, speed.tokens_per_second()) if logs else {}
-                if self._due(done, settings.validate_every):
-                    at(step, "validation")
-                    values |= self._validation()
-                if values:
-                    log.write(done, values | speed.checkpoints())
-                    speed = _Speed()
-                if progress is not None:
-                    progress(done, values)
-                stopping = done < settings.steps and (outcome.stop or (stop() and self.fabric.world_size == 1))
-                if stopping or self._due(done, settings.checkpoint_every):
-                    at(step, "checkpoint")
-                    with speed.standing_still():
+def _train_steps(
+    run: Run,
+    folder: Path,
+    first: int,
+    checkpoints: Checkpoints,
+    log: MetricsLog | None,
+    progress: Progress | None,
+    stop: StopRequest,
+) -> None:
+    config, settings, stepper, last = run.plan.config, run.plan.config.train, run.stepper, run.plan.config.train.steps
+
+    def due(done: int, every: int) -> bool:
+        return done % every == 0 or done == last
+
+    if first == 0:
+        values = _validation(run) | telemetry(run.model, run.fabric.device)
+        if log is not None:
+            log.write(0, values | {DIGEST: run.data.digest()})
+    speed = _Speed()
+    with _watched(run) as at, _batches(run, first) as batches:
+        for step in range(first, last):
+            done = step + 1
+            at(step, "data")
+            rows = next(batches)
+            at(step, "step")
+            rate = learning_rate(step, last, config.optim)
+            outcome = stepper.step(rows, step, rate, stop, by_part=due(done, settings.log_every))
+            speed.tokens += settings.batch_size * config.data.length
+            if not outcome.finite:
+                checkpoints.wait()
+                raise _diverged(run, folder, done, outcome)
+            values = _values(run, outcome, rate, speed) if due(done, settings.log_every) else {}
+            if due(done, settings.validate_every):
+                at(step, "validation")
+                values |= _validation(run)
+            if values and log is not None:
+                log.write(done, values | speed.checkpoints())
+            if values:
+                speed = _Speed()
+            if progress is not None:
+                progress(done, values)
+            stopping = done < last and (outcome.stop or (stop() and run.plan.world == 1))
+            if stopping or due(done, settings.checkpoint_every):
+                at(step, "checkpoint")
+                with speed.standing_still():
+                    if log is not None:
                         log.flush()
-                        self.saver.save(done, self.state.to_save(done), values.get("validation_loss"))
-                if stopping:
-                    raise self._interrupted(done, stop)
-            at(settings.steps - 1, "checkpoint")
-            self.saver.wait()
+                    checkpoints.save(done, run.model, run.optimizer, values.get("validation_loss"))
+            if stopping:
+                checkpoints.wait()
+                text = f"stopped after step {done}, state saved in {folder}; continue with --resume"
+                raise Interrupted(text) if stop.number is None else Interrupted(text, stop.number)
 
-    def _validation(self) -> dict[str, float]:
-        """The loss on held-out rows, and the accuracy on held-out questions if the mixture has any."""
-        data, stepper = self.data, self.stepper
-        values = {"validation_loss": stepper.validation_loss(data.validation, data.validation_labels)}
-        if self.fabric.world_size == 1 and not is_sharded(self.unwrapped_model):
-            values |= {f"{name}_accuracy": stepper.answer_accuracy(*rows) for name, rows in data.questions.items()}
-        return values
 
-    def _due(self, done: int, every: int) -> bool:
-        """True if an action is due after step ``done``: after each ``every`` steps and after the last step."""
-        return done % every == 0 or done == self.config.train.steps
+def _validation(run: Run) -> dict[str, float]:
+    """The loss on held-out rows, and the accuracy on held-out questions if the mixture has any."""
+    data, stepper = run.data, run.stepper
+    values = {"validation_loss": stepper.validation_loss(data.validation, data.validation_labels)}
+    if run.plan.world == 1 and not is_sharded(run.model):
+        values |= {f"{name}_accuracy": stepper.answer_accuracy(*rows) for name, rows in data.questions.items()}
+    return values
 
-    def _batches(self, resume_step: int):
-        """Context of an iterator over this process's rows of each step from ``resume_step``."""
-        part, settings = self.stepper.batch_part, self.config.train
-        gpu = self.fabric.device.index if self.fabric.device.type == "cuda" else -1
 
-        def prepare(step: int) -> Rows:
-            with torch.cuda.device(gpu):  # a new thread starts on the first GPU; rows are pinned for the current one
-                return make_rows(self.data, self.config, part, step)
+def _batches(run: Run, first: int):
+    """Context of an iterator over this process's rows of each step from ``first``."""
+    config, fabric = run.plan.config, run.fabric
+    gpu = fabric.device.index if fabric.device.type == "cuda" else -1
 
-        return prefetched(prepare, resume_step, settings.steps, ahead=settings.prefetch)
+    def prepare(step: int):
+        with torch.cuda.device(gpu):  # a new thread starts on the first GPU; rows are pinned for the current one
+            return make_rows(run.data, config, run.stepper.batch_part, step)
 
-    def _heartbeat(self):
-        """Context that ends the run if a process stalls; it does nothing for a process alone."""
-        fabric = self.fabric
-        seconds = self.config.train.parallel.stall_seconds if fabric.world_size > 1 else 0
-        return Heartbeat(fabric.global_rank, fabric.world_size, seconds, fabric.broadcast)
+    return prefetched(prepare, first, config.train.steps, ahead=config.train.prefetch)
 
-    def _values(self, outcome: Outcome, rate: float, speed: float) -> dict:
-        """The values of a log line. ``speed``: tokens a second."""
-        values: dict = {"loss": outcome.loss, "lr": rate, "grad_norm": outcome.norm, "grad_norm_by_part": outcome.norms}
-        values |= {**telemetry(self.unwrapped_model, self.fabric.device), "tokens_per_second": speed}
-        mfu = self.utilisation.of(speed)
-        if mfu is not None:
-            values["mfu"] = mfu
-        if len(self.sources) > 1:
-            nats, tokens = torch.tensor(outcome.nats), torch.tensor(outcome.tokens)
-            values["loss_by_source"] = by_source(nats, tokens, self.sources)
-        return values
 
-    def _interrupted(self, done: int, stop: StopRequest) -> Interrupted:
-        self.saver.wait()
-        message = f"stopped after step {done}, state saved in {self.folder}; continue with --resume"
-        return Interrupted(message) if stop.number is None else Interrupted(message, stop.number)
+@contextmanager
+def _watched(run: Run) -> Generator[Callable[[int, str], None]]:
+    """Context that ends the run if a process stalls; it does nothing for a process alone."""
+    fabric, seconds = run.fabric, run.plan.config.train.parallel.stall_seconds
+    if fabric.world_size == 1 or not seconds:
+        yield lambda step, phase: None
+        return
+    heartbeat = Heartbeat(fabric.global_rank, fabric.world_size, seconds, fabric.broadcast)
+    heartbeat.start()
+    try:
+        yield heartbeat.at
+    finally:
+        heartbeat.over.set()
 
-    def _not_finite(self, done: int, outcome: Outcome) -> FloatingPointError:
-        """The error of a step whose loss or gradient is not finite, with the sources of the bad rows."""
-        self.saver.wait()
-        present = [name for name, count in zip(self.sources, outcome.tokens, strict=True) if count]
-        bad = [name for name, total in zip(self.sources, outcome.nats, strict=True) if not math.isfinite(total)]
-        where = f"not finite on rows of {', '.join(bad)}" if bad else f"on rows of {', '.join(present)}"
-        saved = latest_checkpoint(self.folder)
-        return FloatingPointError(
-            f"step {done}: loss {outcome.loss} {where}, gradient norm {outcome.norm}; nothing of this step is saved, "
-            f"the last checkpoint ({saved or 'none yet'}) is intact. Lower optim.lr, or raise optim.warmup_steps"
-        )
+
+def _values(run: Run, outcome: Outcome, rate: float, speed: "_Speed") -> dict:
+    """The values of a log line."""
+    values: dict = {"loss": outcome.loss, "lr": rate, "grad_norm": outcome.norm, "grad_norm_by_part": outcome.norms}
+    per_second = speed.tokens_per_second()
+    values |= {**telemetry(run.model, run.fabric.device), "tokens_per_second": per_second}
+    mfu = run.utilisation.of(per_second)
+    if mfu is not None:
+        values["mfu"] = mfu
+    sources = source_names(run.plan.config.data)
+    if len(sources) > 1:
+        nats, tokens = torch.tensor(outcome.nats), torch.tensor(outcome.tokens)
+        values["loss_by_source"] = by_source(nats, tokens, sources)
+    return values
+
+
+def _diverged(run: Run, folder: Path, done: int, outcome: Outcome) -> Diverged:
+    """The error of a step whose loss or gradient is not finite, with the sources of the bad rows."""
+    sources = source_names(run.plan.config.data)
+    present = [name for name, count in zip(sources, outcome.tokens, strict=True) if count]
+    bad = [name for name, total in zip(sources, outcome.nats, strict=True) if not math.isfinite(total)]
+    where = f"not finite on rows of {', '.join(bad)}" if bad else f"on rows of {', '.join(present)}"
+    return Diverged(
+        f"step {done}: loss {outcome.loss} {where}, gradient norm {outcome.norm}; nothing of this step is saved, "
+        f"the last checkpoint ({latest_checkpoint(folder) or 'none yet'}) is intact. Lower optim.lr, or raise "
+        "optim.warmup_steps"
+    )
 
 
 @contextmanager
@@ -330,7 +334,7 @@ def refuse_other_rows(folder: Path, data: TrainingData) -> None:
     """Raise ValueError if a run has trained on other rows than ``data`` has: its text or tokenizer has changed."""
     known = next((line[DIGEST] for line in read_metrics(folder / "metrics.jsonl") if DIGEST in line), None)
     if known is not None and known != data.digest():
-        raise UserError(
+        raise ValueError(
             f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or a package "
             "that makes rows has changed; restore it, or begin a new run in another folder"
         )

@@ -26,13 +26,12 @@ class Objective(nn.Module):
     Args:
         model: a causal language model with the interface of Hugging Face.
         chunk: number of tokens whose logits are held at a time (``train.loss_chunk``); 0 for all.
-        start: fills the weights of the model once it is sharded; None if they are there.
     """
 
-    def __init__(self, model: nn.Module, chunk: int = 0, start: Any = None):
+    def __init__(self, model: nn.Module, chunk: int = 0):
         super().__init__()
         self.model: Any = model
-        self.chunk, self.start = chunk, start
+        self.chunk = chunk
 
     def forward(
         self, inputs: dict, targets: Tensor, weights: Tensor, dense: bool | None = None

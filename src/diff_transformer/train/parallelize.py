@@ -6,6 +6,7 @@ heads of a layer share (lambda's vectors, the head norm's weight) are on every p
 """
 
 import logging
+import os
 from functools import partial
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 from lightning.fabric import Fabric
 from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
@@ -23,39 +25,28 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from diff_transformer.errors import UserError
-from diff_transformer.train.config import RunConfig
-from diff_transformer.train.launch import check_processes, started_processes
 from diff_transformer.train.loss import Objective
+from diff_transformer.train.plan import Plan
 from diff_transformer.train.training_data import BatchPart
+from diff_transformer.train.weights import merged
 
 
-def make_fabric(config: RunConfig) -> Fabric:
-    """A launched Fabric for the processes that torchrun started, or for this process alone.
-
-    Raises:
-        ValueError: if the processes are not those that the configuration asks for, or do not divide the batch.
-    """
-    parallel, (processes, nodes) = config.train.parallel, started_processes(config.train.parallel)
-    world = processes * nodes
-    name = check_processes(config, world)
-    strategy: Any = "auto"
-    if name == "ddp":
+def make_fabric(plan: Plan) -> Fabric:
+    """A launched Fabric for the processes that torchrun started, or for this process alone."""
+    settings, strategy = plan.config.train, "auto"
+    here = int(os.environ["LOCAL_WORLD_SIZE"]) if plan.world > 1 else 1
+    if plan.strategy == "ddp":
         strategy = DDPStrategy(gradient_as_bucket_view=True)
-    elif name == "fsdp":
-        strategy = ModelParallelStrategy(
-            partial(
-                shard,
-                precision=config.train.precision,
-                compiled=config.train.compile,
-                replicas=parallel.replicas,
-            ),
-            data_parallel_size=world // parallel.tensor_parallel,
-            tensor_parallel_size=parallel.tensor_parallel,
+    elif plan.strategy == "fsdp":
+        how = partial(
+            shard, precision=settings.precision, compiled=settings.compile, replicas=settings.parallel.replicas
         )
-    precision: Any = config.train.precision
-    fabric = Fabric(accelerator="auto", devices=processes, num_nodes=nodes, strategy=strategy, precision=precision)
-    if world > 1 or name == "fsdp":
+        ways = settings.parallel.tensor_parallel
+        strategy = ModelParallelStrategy(how, data_parallel_size=plan.world // ways, tensor_parallel_size=ways)
+    fabric = Fabric(
+        accelerator="auto", devices=here, num_nodes=plan.world // here, strategy=strategy, precision=settings.precision
+    )
+    if plan.world > 1 or plan.strategy == "fsdp":
         fabric.launch()
     return fabric
 
@@ -67,28 +58,6 @@ def batch_part(fabric: Fabric, context_parallel: int = 1) -> BatchPart:
         mesh = fabric.strategy.device_mesh["data_parallel"]
         rank, size = mesh.get_local_rank(), mesh.size()
     return BatchPart(rank // context_parallel, size // context_parallel)
-
-
-def check_split(config, ways: int) -> None:
-    """Raise ValueError unless tensor parallel can give each of ``ways`` processes whole heads of a model's layers."""
-    if ways == 1:
-        return
-    heads = config.heads
-    counts = {"output heads": heads.outputs, "value heads": heads.values, "key heads": heads.keys}
-    if config.attention == "grouped_diff":
-        counts["noise heads"] = heads.queries // (config.signal_heads_per_noise_head + 1)
-    counts |= {"channels of intermediate_size": config.intermediate_size, "words of vocab_size": config.vocab_size}
-    wrong = [f"{count} {name}" for name, count in counts.items() if count % ways]
-    if wrong:
-        raise UserError(
-            f"train.parallel.tensor_parallel is {ways}, which does not divide {', '.join(wrong)} of this model; a head "
-            f"stays whole, with both its maps; give a tensor_parallel that divides them"
-        )
-    if getattr(config, "hidden_act", "silu") == "poly_norm":
-        raise UserError(
-            f"hidden_act='poly_norm' takes a norm over the whole feed-forward width, which tensor_parallel={ways} "
-            f"splits; give tensor_parallel=1"
-        )
 
 
 def shard(
@@ -107,7 +76,6 @@ def shard(
         mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replica", "shard", "tensor_parallel"))
         tensor, data = mesh["tensor_parallel"], mesh["replica", "shard"]
     if tensor.size() > 1:
-        check_split(model.config, tensor.size())
         _split(model, tensor)
     if compiled:
         compile_layers(model)
@@ -119,10 +87,30 @@ def shard(
     for layer in model.base_model.layers:
         fully_shard(layer, mesh=data, mp_policy=policy)
     fully_shard(objective, mesh=data)
-    if objective.start is not None:
-        device: Any = torch.cuda.current_device() if mesh.device_type == "cuda" else mesh.device_type
-        objective.start.fill(objective, device)
     return objective
+
+
+def is_sharded(model: nn.Module) -> bool:
+    """True if some parameter is a DTensor."""
+    return any(isinstance(parameter, DTensor) for parameter in model.parameters())
+
+
+def whole_model(model: Any, first: bool) -> Any:
+    """The finished model in eval mode, ready for generation. Every process calls it.
+
+    For a sharded model: a whole copy on the process that is ``first``, None on the others.
+    """
+    if is_sharded(model):
+        weights = get_model_state_dict(model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        if not first:
+            return None
+        dtype = model.dtype
+        model = type(model)(model.config)
+        model.to(dtype).load_state_dict(weights)
+    for layer in getattr(model.base_model, "layers", ()):
+        vars(layer).pop("forward", None)  # of training: each length and batch would be compiled again
+    model.config.use_cache = True
+    return merged(model).eval()
 
 
 def reshard(module: nn.Module) -> None:

@@ -27,14 +27,3 @@ def on_first_rank(fabric, action: Callable[[], Any]) -> Any:
     if isinstance(outcome, Exception):
         raise outcome
     return outcome
-
-
-def of_every_rank(value: Any) -> list[Any]:
-    """The ``value`` of each process, by rank. Every process calls it."""
-    import torch.distributed as dist
-
-    if not dist.is_initialized():
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return values

@@ -32,7 +32,7 @@ logger = logging.getLogger("diff_transformer")
 
 def what_to_recompute(run: RunConfig, config: Any, fabric: Any) -> str:
     """``train.activation_checkpointing`` of a run with the model ``config``; "auto" by the cost model."""
-    asked = str(run.train.activation_checkpointing)
+    asked = run.train.activation_checkpointing
     if asked != "auto":
         return asked
     from diff_transformer.model.convert.from_softmax import nearest

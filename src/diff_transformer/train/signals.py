@@ -26,15 +26,6 @@ class Stopped(KeyboardInterrupt):
     exit_code = 128 + signal.SIGTERM
 
 
-def once_saved(stopped: KeyboardInterrupt, saved: bool, how: str) -> KeyboardInterrupt:
-    """The exception that a driver of several runs raises when it was stopped.
-
-    It is ``Interrupted`` with ``how`` to continue if a run's state is ``saved``, else ``stopped`` itself.
-    """
-    number = getattr(stopped, "number", signal.SIGINT)
-    return Interrupted(f"stopped, state saved; {how}", number) if saved else stopped
-
-
 class StopRequest:
     """A flag that a signal sets: ``if stop(): ...``; ``number`` is the signal."""
 
@@ -48,8 +39,7 @@ class StopRequest:
 def stop_requests() -> Generator[StopRequest]:
     """Context in which Ctrl-C and SIGTERM set the yielded ``StopRequest`` instead of stopping the process.
 
-    A second Ctrl-C raises KeyboardInterrupt at once; a second SIGTERM has no effect. Outside the main thread, signals
-    cannot be caught, and the request is never set.
+    A second Ctrl-C raises KeyboardInterrupt at once.
     """
     stop = StopRequest()
 
@@ -75,7 +65,7 @@ def sigterm_interrupts() -> Generator[None]:
 
 @contextmanager
 def _handlers(handler, *numbers: signal.Signals) -> Generator[None]:
-    if threading.current_thread() is not threading.main_thread():
+    if threading.current_thread() is not threading.main_thread():  # where signals cannot be caught
         yield
         return
     previous = {number: signal.signal(number, handler) for number in numbers}

@@ -20,6 +20,7 @@ from diff_transformer.train.telemetry import full_tensor, gradient_norms
 from diff_transformer.train.training_data import Rows, mixture_shares, model_inputs, without_first_tokens
 
 VALIDATION_ROWS = 16  # rows of a forward pass, at most
+_PRIME = 1_000_003
 
 
 @dataclass(frozen=True)
@@ -57,15 +58,17 @@ class Stepper:
         # FSDP2 reduces gradients in every pass: whole gradients, kept until the last pass, would not fit in memory.
         self.sharded = isinstance(fabric.strategy, ModelParallelStrategy)
 
-    def step(self, rows: Rows, rate: float, stop: Callable[[], bool], *, by_part: bool = False) -> Outcome:
-        """Update the model once.
+    def step(self, rows: Rows, step: int, rate: float, stop: Callable[[], bool], *, by_part: bool = False) -> Outcome:
+        """Update the model once. Random draws, such as those of dropout, are a function of seed, step and rows.
 
         Args:
+            step: from 0.
             rate: learning rate.
             stop: whether this process was asked to stop.
             by_part: also measure the gradient norm of each part of the model.
         """
         fabric, config = self.fabric, self.config
+        torch.manual_seed(((config.train.seed * _PRIME + step) * _PRIME + self.batch_part.rank) % 2**63)
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate

@@ -26,7 +26,7 @@ from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokeniz
 from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.data_config import NO_CORPUS, DataConfig
-from diff_transformer.train.initial_model import vocabulary_size
+from diff_transformer.train.plan import vocabulary_size
 from diff_transformer.train.text import Text, load_text
 
 if TYPE_CHECKING:

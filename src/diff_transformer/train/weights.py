@@ -8,7 +8,6 @@ from typing import Any
 
 from torch import nn
 
-from diff_transformer.checks import require_extra
 from diff_transformer.train.config import TrainConfig
 
 _ATTENTION = {"self_attn", "attention", "attn", "self_attention"}  # names of the module in transformers' models
@@ -23,12 +22,6 @@ def choose_weights(model: nn.Module, settings: TrainConfig) -> None:
         add_adapters(model, settings.lora_rank)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_of_attention(name) and ".base_layer." not in name)
-
-
-def check_weights(settings: TrainConfig) -> None:
-    """Raise RuntimeError if PEFT is asked for and not installed."""
-    if settings.weights == "lora":
-        require_extra("inference", "train.weights=lora", "peft")
 
 
 def add_adapters(model: nn.Module, rank: int) -> None:

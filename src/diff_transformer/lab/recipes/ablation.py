@@ -48,5 +48,5 @@ def ablation_rows(base: RunConfig) -> dict[str, RunConfig]:
             }
         made: dict[str, Any] = run.model
         DiffTransformerConfig(**made)
-        runs[name] = run.validate()
+        runs[name] = run
     return runs

@@ -176,5 +176,5 @@ def _cluster(*, steps: int, batch_size: int, length: int) -> TrainConfig:
         activation_checkpointing="auto",
         loss_chunk=4096,
         compile=True,
-        parallel=ParallelConfig(strategy="fsdp", sharded_checkpoints=True),
+        parallel=ParallelConfig(strategy="fsdp"),
     )

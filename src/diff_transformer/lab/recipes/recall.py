@@ -72,4 +72,4 @@ def recall_run(side: str, train: TrainConfig, steps: int) -> RunConfig:
     config.model |= side_model(config, side)
     if config.model.get("softmax_head_norm"):
         config.model["head_norm_init"] = OWN_SCALE
-    return config.validate()
+    return config
