@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from diff_transformer.checks import first_line, listed, require_extra
 from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig, checked_model
@@ -36,7 +38,10 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     Raises:
         UserError: for settings that are out of range, contradict each other, or do not fit the model or the processes.
     """
+    from transformers.initialization import no_init_weights
+
     from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     config = RunConfig.from_dict(config.to_dict())
     _check_passes(config)
@@ -56,6 +61,8 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
             "the latter"
         )
     if isinstance(model, DiffTransformerConfig):
+        with torch.device("meta"), no_init_weights():
+            DiffTransformerForCausalLM(model)  # refuses fields that it cannot be built with
         check_split(model, config.train.parallel.tensor_parallel)
         check_context(model, config.train.parallel.context_parallel)
     return Plan(config, world, strategy, model, source)
