@@ -35,7 +35,7 @@ from diff_transformer.data.tokens import (
     read_records,
     wrong_size,
 )
-from diff_transformer.durable import replacing, require_writable, write_whole
+from diff_transformer.durable import PARTIAL, replacing, require_writable, write_whole
 from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -137,6 +137,8 @@ def prepare(
         done += read
         progress(done, total)
 
+    for unfinished in out.rglob(f"*{PARTIAL}"):  # of a killed process
+        unfinished.unlink()
     for task in todo:
         reader = reader_of(plan, task, advance)
         write_task(out, plan, task, texts_of(plan, task, reader), reader.left_out)

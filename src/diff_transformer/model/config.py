@@ -265,7 +265,7 @@ class DiffTransformerConfig(PreTrainedConfig):
                 raise UserError(f"{name} is {value}; it must be {'positive' if kind is Integral else '0 or more'}")
             setattr(self, name, int(value) if kind is Integral else float(value))  # of NumPy's scalars
         if self.hidden_act not in ACTIVATIONS:
-            raise UserError(f"hidden_act is {self.hidden_act!r}; accepted: {', '.join(ACTIVATIONS)}")
+            raise UserError(f"hidden_act is {self.hidden_act!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
 
     @property
     def heads(self) -> HeadCounts:

@@ -75,7 +75,7 @@ def test_the_head_norm_may_have_an_epsilon_of_its_own():
         x = torch.randn(3, width)
         torch.testing.assert_close(norm(x), rms_norm(x, (width,), norm.weight, 0.5))
         assert model.model.norm.eps == 1e-3
-    with pytest.raises(ValueError, match="head_norm_eps is -1; it must be positive"):
+    with pytest.raises(ValueError, match="head_norm_eps is -1; it must be 0 or more"):
         DiffTransformerConfig(head_norm_eps=-1)
 
 
