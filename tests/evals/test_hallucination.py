@@ -1,6 +1,6 @@
 """Hallucination: models that copy, invent or are silent; every public format; runs that are interrupted."""
 
-import gzip
+import ast
 import json
 import math
 
@@ -10,7 +10,6 @@ from transformers import (
     ByT5Tokenizer,
 )
 
-from diff_transformer.data.tasks.grounded import HUB, load_grounded
 from diff_transformer.data.tasks.python_tasks import documented, documented_in, lookups, summaries
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -238,183 +237,6 @@ def test_models_of_other_families(family):
     assert all(len(row["prompt"].encode()) + 8 <= 200 for row in result.rows)
 
 
-HOTPOT = {
-    "_id": "h1", "question": "Where?", "answer": "Rome", "type": "bridge", "level": "easy",
-    "supporting_facts": [["A", 0]], "context": [["A", ["One.", " Two."]], ["B", ["Three."]]],
-}  # fmt: skip
-
-
-def given(spans=(), free="", yes_no=None, unanswerable=False) -> dict:
-    """One annotator's answer in the format of Qasper."""
-    answer = {"extractive_spans": list(spans), "free_form_answer": free, "yes_no": yes_no, "unanswerable": unanswerable}
-    return {"answer": answer, "annotation_id": "z"}
-
-
-PAPER = {
-    "title": "On Towers",
-    "abstract": "We climb.",
-    "full_text": [{"section_name": "Steps", "paragraphs": ["Ten.", "More."]}, {"section_name": None, "paragraphs": []}],
-    "qas": [
-        {"question": "How many?", "answers": [given(spans=["ten", "more"]), given(unanswerable=True)]},
-        {"question": "Steep?", "answers": [given(yes_no=False), given(free="Quite")]},
-    ],
-}
-PROMPTS = """# METADATA: {"qid": "1"}
-Wikipedia Title: Rome
-Rome is a city.
-
-Wikipedia Title: Oslo
-Oslo too.
-
-Q: Which is older?
-A: Rome was founded first. So the answer is: Rome.
-
-
-# METADATA: {"qid": "2"}
-Wikipedia Title: Bergen
-Bergen is wet.
-
-Q: Is it dry?
-A: no
-"""
-
-
-def only(path) -> GroundedItem:
-    (items,) = load_grounded(str(path)).values()
-    assert len(items) == 1
-    return items[0]
-
-
-def write(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def test_summaries_in_their_published_formats(tmp_path):
-    xsum = only(write(tmp_path / "xsum.jsonl", {"document": "A long story.", "summary": " Short. ", "id": "7"}))
-    assert xsum == GroundedItem("summary", "A long story.", references=("Short.",), id="7")
-    cnn = only(write(tmp_path / "cnn.jsonl", {"article": "Text.", "highlights": "One .\nTwo .", "id": "c"}))
-    assert (cnn.document, cnn.references) == ("Text.", ("One .\nTwo .",))
-    news = only(write(tmp_path / "news.jsonl", {"document": "First. ||||| Second. |||||", "summary": "Both."}))
-    assert news.document == "First.\n\nSecond."
-
-
-def test_questions_in_their_published_formats(tmp_path):
-    path = tmp_path / "hotpot.json"
-    path.write_text(json.dumps([HOTPOT]))
-    text = "A\nOne. Two.\n\nB\nThree."
-    assert only(path) == GroundedItem("question", text, "Where?", ("Rome",), id="h1")
-    columns = {"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]}
-    assert only(write(tmp_path / "hub.jsonl", {**HOTPOT, "context": columns})).document == text
-    structs = [{"title": "A", "sentences": ["One.", " Two."]}, {"title": "B", "sentences": ["Three."]}]
-    assert only(write(tmp_path / "structs.jsonl", {**HOTPOT, "context": structs})).document == text
-    packed = tmp_path / "wiki.json.gz"
-    packed.write_bytes(gzip.compress(json.dumps([{**HOTPOT, "context": json.dumps(HOTPOT["context"])}]).encode()))
-    assert only(packed).document == text
-    simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
-    assert simple == GroundedItem("question", "D", "Q?", ("a", "b"), id="0")
-
-
-def test_papers_as_published_and_as_columns(tmp_path):
-    published = tmp_path / "qasper.json"
-    published.write_text(json.dumps({"1909.1": PAPER}))
-    columns = {
-        "section_name": [s["section_name"] for s in PAPER["full_text"]],
-        "paragraphs": [s["paragraphs"] for s in PAPER["full_text"]],
-    }
-    asked = {
-        "question": [q["question"] for q in PAPER["qas"]],
-        "answers": [{"answer": [a["answer"] for a in q["answers"]]} for q in PAPER["qas"]],
-    }
-    hub = write(tmp_path / "rows.jsonl", {**PAPER, "id": "1909.1", "full_text": columns, "qas": asked})
-    for path in (published, hub):
-        ((first, second),) = load_grounded(str(path)).values()
-        assert first.document == second.document == "On Towers\n\nWe climb.\n\nSteps\nTen.\nMore."
-        assert (first.question, first.references) == ("How many?", ("ten, more", "unanswerable"))
-        assert (second.references, second.id) == (("no", "Quite"), "1909.1-1")
-
-
-def test_worked_prompts_as_questions(tmp_path):
-    (tmp_path / "prompts.txt").write_text(PROMPTS)
-    first, second = load_grounded(str(tmp_path))["prompts"]
-    assert (first.document, first.question, first.references) == (
-        "Rome\nRome is a city.\n\nOslo\nOslo too.", "Which is older?", ("Rome",)
-    )  # fmt: skip
-    assert (second.question, second.references) == ("Is it dry?", ("no",))
-
-
-def test_several_sources_samples_and_seeds(tmp_path):
-    rows = [{"document": f"D{i}", "summary": f"S{i}"} for i in range(30)]
-    path, other = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[:3])
-    sets = load_grounded(f"{path}, {other}", samples=5)
-    assert {name: len(items) for name, items in sets.items()} == {"a": 5, "b": 3}
-    assert load_grounded(f"{path}", samples=5)["a"] == sets["a"]
-    assert load_grounded(f"{path}", samples=5, seed=1)["a"] != sets["a"]
-    assert set(load_grounded(f"{path}", samples=4)["a"]) < set(sets["a"])
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"text": "x"}, r"row 0 of .*bad.jsonl cannot be read \(it has the fields text\); accepted rows are"),
-        ({"document": "d", "question": "q"}, "it has no answers as text"),
-        ({"document": "d", "question": "q", "answers": [3]}, "it has no answers as text"),
-        ({"question": "q", "answer": "a", "context": [["A"]]}, "row 0"),
-        ({"document": 3, "summary": "s"}, "row 0"),
-    ],
-)
-def test_rows_that_cannot_be_read_are_named(tmp_path, row, message):
-    with pytest.raises(ValueError, match=message):
-        load_grounded(str(write(tmp_path / "bad.jsonl", row)))
-
-
-def test_sources_that_are_none(tmp_path, monkeypatch):
-    with pytest.raises(UserError, match="does not exist; give 'python', 'hub:NAME'"):
-        load_grounded(str(tmp_path / "nothing.json"))
-    with pytest.raises(ValueError, match="holds none of"):
-        load_grounded(str(tmp_path))
-    with pytest.raises(ValueError, match="data is ','"):
-        load_grounded(",")
-    (tmp_path / "empty.json").write_text("[]")
-    with pytest.raises(ValueError, match="holds no rows"):
-        load_grounded(str(tmp_path / "empty.json"))
-    monkeypatch.setattr(
-        "datasets.load_dataset", lambda *a, **k: (_ for _ in ()).throw(ConnectionError("no network\nat all"))
-    )
-    with pytest.raises(
-        ValueError, match=r"xsum is not in the cache .* \(ConnectionError: no network\); connect this machine"
-    ):
-        load_grounded("hub:xsum")
-
-
-def test_the_six_sets_of_the_hub(monkeypatch):
-    rows = {
-        "EdinburghNLP/xsum": {"document": "D", "summary": "S", "id": "1"},
-        "abisee/cnn_dailymail": {"article": "D", "highlights": "S", "id": "1"},
-        "alexfabbri/multi_news": {"document": "D ||||| E", "summary": "S"},
-        "allenai/qasper": {**PAPER, "id": "1"},
-        "hotpotqa/hotpot_qa": HOTPOT,
-        "framolfese/2WikiMultihopQA": HOTPOT,
-    }
-    asked = []
-
-    def load(repository, configuration, *, split, revision):
-        asked.append((repository, configuration, split, revision))
-        return [rows[repository]]
-
-    monkeypatch.setattr("datasets.load_dataset", load)
-    sets = load_grounded("hub:all")
-    assert list(sets) == list(HUB) == ["xsum", "cnn_dailymail", "multi_news", "qasper", "hotpotqa", "2wikimultihopqa"]
-    assert [items[0].kind for items in sets.values()] == ["summary"] * 3 + ["question"] * 3
-    assert asked[1] == ("abisee/cnn_dailymail", "3.0.0", "test", None)
-
-
-def test_any_other_set_of_the_hub_gives_its_test_side(monkeypatch):
-    sides = {"train": [{"document": "T", "summary": "t"}], "validation": [{"document": "V", "summary": "v"}]}
-    monkeypatch.setattr("datasets.load_dataset", lambda *a, **k: sides)
-    assert load_grounded("hub:someone/news")["news"][0].document == "V"
-
-
 SOURCE = '''
 class Box:
     """A box that holds things in order.
@@ -435,7 +257,7 @@ def short():
 
 
 def test_documented_names_of_a_module():
-    found = {entry.name: entry for entry in documented_in(SOURCE)}
+    found = {entry.name: entry for entry in documented_in(ast.parse(SOURCE))}
     assert set(found) == {"Box", "put"}
     assert found["Box"].summary == "A box that holds things in order."
     assert found["Box"].body == "More about the box, on two lines."

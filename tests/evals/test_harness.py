@@ -2,15 +2,16 @@
 
 import json
 import math
+from dataclasses import asdict
+from functools import partial
 
 import pytest
 from tiny_models import tiny_lm
 
-from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
-from diff_transformer.data.tasks.types import MultipleChoiceItem, MultipleChoiceSet
+from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.errors import UserError
 from diff_transformer.evals import harness
-from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, summarise
+from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, local_task, local_tasks, summarise
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
@@ -22,7 +23,14 @@ ITEMS = [
     MultipleChoiceItem(f"What is {n} and {n}?", (f"{n}", f"it is {2 * n}", f"maybe {3 * n} or so"), n % 3)
     for n in range(1, 13)
 ]
-TASKS = {"sums": MultipleChoiceSet(ITEMS[:8], ITEMS[8:])}
+
+
+def task_of(items, examples=()):
+    splits = {"test": [asdict(item) for item in items], "train": [asdict(item) for item in examples]}
+    return lambda: local_task("a set", {name: rows for name, rows in splits.items() if rows})
+
+
+TASKS = {"sums": task_of(ITEMS[:8], ITEMS[8:])}
 
 
 class Taste(LM):
@@ -86,7 +94,8 @@ def test_length_counts_in_acc_norm_alone():
 
 def test_the_paper_takes_acc_norm_for_hellaswag_alone():
     taste = Taste(lambda context, continuation: -len(continuation))
-    both = {"sums": TASKS["sums"], "hellaswag_small": TASKS["sums"]}
+    of_hellaswag = partial(local_task, "hellaswag_small", {"test": [asdict(item) for item in ITEMS[:8]]})
+    both = {"sums": TASKS["sums"], "hellaswag_small": of_hellaswag}
     metrics = evaluate_harness(taste, both).metrics
     assert metrics["sums_0shot"] == metrics["sums_0shot_acc"] != metrics["sums_0shot_acc_norm"]
     assert metrics["hellaswag_small_0shot"] == metrics["hellaswag_small_0shot_acc_norm"]
@@ -121,11 +130,11 @@ def test_examples_come_before_the_question_and_never_are_the_question():
 
 
 def test_without_examples_of_their_own_the_other_items_serve():
-    result = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, Settings(shots=3))
+    result = evaluate_harness(knowing(), {"sums": task_of(ITEMS)}, Settings(shots=3))
     for row, item in zip(result.rows, ITEMS, strict=True):
         assert row["prompt"].count(item.question) == 1
-    again = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, Settings(shots=3))
-    other = evaluate_harness(knowing(), {"sums": MultipleChoiceSet(ITEMS)}, Settings(shots=3, seed=7))
+    again = evaluate_harness(knowing(), {"sums": task_of(ITEMS)}, Settings(shots=3))
+    other = evaluate_harness(knowing(), {"sums": task_of(ITEMS)}, Settings(shots=3, seed=7))
     assert [row["prompt"] for row in again.rows] == [row["prompt"] for row in result.rows]
     assert [row["prompt"] for row in other.rows] != [row["prompt"] for row in result.rows]
 
@@ -145,7 +154,7 @@ def test_settings_that_cannot_be(options, message):
 
 
 def test_an_interrupted_run_goes_on_with_the_next_task(tmp_path):
-    tasks = {"first": TASKS["sums"], "second": MultipleChoiceSet(ITEMS[2:7], ITEMS[8:])}
+    tasks = {"first": TASKS["sums"], "second": task_of(ITEMS[2:7], ITEMS[8:])}
     whole = evaluate_harness(knowing(), tasks, Settings(shots=1))
     taste = knowing()
     broken = knowing()
@@ -190,25 +199,25 @@ def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_se
     long = MultipleChoiceItem("x" * 300, ("one", "two"), 0)
     room = 128 + 1 - len("Question: \nAnswer: one")  # the last token of a choice is scored, never read
     fits, over = (MultipleChoiceItem("x" * length, ("one", "two"), 0) for length in (room, room + 1))
-    result = evaluate_harness(lm, {"long": MultipleChoiceSet([long, fits, over, ITEMS[0]])})
+    result = evaluate_harness(lm, {"long": task_of([long, fits, over, ITEMS[0]])})
     assert [row["truncated"] for row in result.rows] == [True, False, True, False]
     assert result.metrics["long_0shot_truncated"] == 0.5
     seen = list(result.rows[0]["prompt"].encode())[-(128 + 1 - len(" one")) :]
     expected = continuation_logprobs(lm, [seen], [[list(b" one"), list(b" two")]])[0]
     assert result.rows[0]["logprobs"] == pytest.approx(expected, abs=2e-4)
     with pytest.raises(ValueError, match="row 0 of long: a choice has 201 tokens, more than the 128 positions of gpt2"):
-        evaluate_harness(lm, {"long": MultipleChoiceSet([MultipleChoiceItem("q", ("y" * 200, "z"), 0)])})
+        evaluate_harness(lm, {"long": task_of([MultipleChoiceItem("q", ("y" * 200, "z"), 0)])})
 
 
 def test_an_item_with_a_choice_that_the_model_cannot_read_is_skipped_and_counted():
     lm = tiny_lm("gpt2", vocab_size=258)
     items = [ITEMS[0], MultipleChoiceItem("q", ("y" * 200, "z"), 0), ITEMS[1]]
-    result = evaluate_harness(lm, {"long": MultipleChoiceSet(items)})
+    result = evaluate_harness(lm, {"long": task_of(items)})
     assert result.metrics["long_0shot_skipped"] == 1
     skipped = result.rows[1]
     assert skipped["skipped"] == "row 1 of long: a choice has 201 tokens, more than the 128 positions of gpt2"
     assert skipped["score"] is None
-    without = evaluate_harness(lm, {"long": MultipleChoiceSet([ITEMS[0], ITEMS[1]])})
+    without = evaluate_harness(lm, {"long": task_of([ITEMS[0], ITEMS[1]])})
     assert "long_0shot_skipped" not in without.metrics
     assert {k: v for k, v in result.metrics.items() if k != "long_0shot_skipped"} == without.metrics
 
@@ -297,23 +306,22 @@ def test_published_rows_in_files_are_asked_as_the_harness_asks_them(monkeypatch,
     expected = evaluate_harness(theirs, {name: (lambda name=name: harness.harness_task(name)) for name in hub})
     for name, row in rows.items():
         (tmp_path / f"{name}.jsonl").write_text(json.dumps(form(name, row)) + "\n")
-    result = evaluate_harness(ours, load_multiple_choice(str(tmp_path)))
+    tasks = {name: local_tasks(str(tmp_path / f"{name}.jsonl"))[name] for name in rows}
+    result = evaluate_harness(ours, tasks)
     assert ours.seen == theirs.seen
     assert result.metrics == expected.metrics
 
 
-def test_parts_without_answers_are_not_scored(tmp_path):
+def test_a_folder_is_one_set_and_parts_without_answers_are_not_scored(tmp_path):
     row = HUB_ROWS["Rowan/hellaswag"]
     for part, label in (("train", 0), ("val", "0"), ("test", "")):
-        (tmp_path / f"hellaswag_{part}.jsonl").write_text(json.dumps({**row, "label": label, "ctx_a": part}) + "\n")
-    (one,) = load_multiple_choice(str(tmp_path)).values()
-    assert ([item["ctx_a"] for item in one.items], [item["ctx_a"] for item in one.examples]) == (["val"], ["train"])
-    (tmp_path / "parts").mkdir()
+        write(tmp_path / "swag" / f"hellaswag_{part}.jsonl", {**row, "label": label, "ctx_a": part})
+    task = local_tasks(str(tmp_path / "swag"))["swag"]()
+    assert [doc["query"].split()[1] for doc in task.eval_docs] == ["val"]
+    assert [doc["query"].split()[1] for doc in task.fewshot_docs()] == ["train"]
     for part in ("train", "dev", "test"):
-        row = published("openbookqa", HUB_ROWS["allenai/openbookqa"])
-        (tmp_path / "parts" / f"{part}.jsonl").write_text(json.dumps(row) + "\n")
-    (one,) = load_multiple_choice(str(tmp_path / "parts"))
-    assert one == "parts"
+        write(tmp_path / "OpenBookQA" / f"{part}.jsonl", published("openbookqa", HUB_ROWS["allenai/openbookqa"]))
+    assert local_tasks(str(tmp_path / "OpenBookQA"))["OpenBookQA"]().config.task == "openbookqa"
 
 
 def test_without_a_network_the_message_says_what_to_do(monkeypatch):
@@ -340,97 +348,43 @@ def test_without_the_harness_the_message_says_what_to_install(monkeypatch):
         evaluate_harness(knowing(), TASKS)
 
 
-def write_tasks(folder):
-    arc = {
-        "question": {"stem": "Hot?", "choices": [{"label": "A", "text": "ice"}, {"label": "B", "text": "fire"}]},
-        "answerKey": "B",
-    }
-    other = {
-        "question": {"stem": "Wet?", "choices": [{"label": "1", "text": "sea"}, {"label": "2", "text": "sand"}]},
-        "answerKey": "1",
-    }
-    (folder / "Mini-Test.jsonl").write_text(json.dumps(arc) + "\n" + json.dumps(other) + "\n")
-    (folder / "Mini-Dev.jsonl").write_text(
-        json.dumps({**other, "question": {**other["question"], "stem": "Damp?"}}) + "\n"
-    )
-    swag = {
-        "activity_label": "Tea",
-        "ctx": "She fills a cup. she [step]",
-        "endings": ["[title] drinks.", "flies."],
-        "label": 0,
-    }
-    (folder / "hellaswag_mini.jsonl").write_text(json.dumps(swag))
-    simple = [
-        {"question": f"{n}?", "choices": ["no", "yes"], "answer": answer}
-        for n, answer in enumerate([1, "yes", "B", "1", "a"])
-    ]
-    (folder / "simple.json").write_text(json.dumps(simple, indent=1))
-    (folder / "notes.md").write_text("not a task")
-
-
-def test_two_files_of_one_part_are_refused(tmp_path):
-    write_tasks(tmp_path)
-    (tmp_path / "Mini-Test.json").write_text("[]")
-    with pytest.raises(ValueError, match=r"Mini-Test.json and Mini-Test.jsonl are the same part of one task"):
-        load_multiple_choice(str(tmp_path))
-
-
-def test_local_files_in_every_format(tmp_path):
-    write_tasks(tmp_path)
-    tasks = load_multiple_choice(str(tmp_path))
-    assert sorted(tasks) == ["Mini", "hellaswag_mini", "simple"]
-    assert tasks["Mini"].task == "arc_easy"
-    assert [row["question"] for row in tasks["Mini"].items] == ["Hot?", "Wet?"]
-    assert [row["question"] for row in tasks["Mini"].examples] == ["Damp?"]
-    assert tasks["hellaswag_mini"].task == "hellaswag"
-    assert [item.answer for item in tasks["simple"].items] == [1, 1, 1, 1, 0]
-    alone = load_multiple_choice(str(tmp_path / "Mini-Test.jsonl"))
-    assert list(alone) == ["Mini-Test"]
-
-
-@pytest.mark.parametrize(
-    ("row", "message"),
-    [
-        ({"question": "q", "choices": ["a", "b"], "answer": 2}, "row 0 .* the answer 2 is not a place among 2 choices"),
-        (
-            {"question": "q", "choices": ["a", "b"], "answer": "c"},
-            "row 0 .* the answer 'c' is none of the 2 choices, nor their place or letter",
-        ),
-        ({"question": "", "choices": ["a"], "answer": 0}, "must be texts"),
-        ({"text": "q"}, "row 0 of .* cannot be read .*accepted rows are"),
-        ({"question": {"stem": "q", "choices": [{"label": "A", "text": "a"}]}, "answerKey": "Z"}, "row 0"),
-    ],
-)
-def test_rows_that_cannot_be_read_are_named(tmp_path, row, message):
-    path = tmp_path / "bad.jsonl"
-    path.write_text(json.dumps(row) + "\n")
-    with pytest.raises(ValueError, match=message):
-        load_multiple_choice(str(path))
+def write(path, *rows):
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_files_that_are_no_tasks(tmp_path):
-    with pytest.raises(UserError, match="does not exist; give 'python', or a file"):
-        load_multiple_choice(str(tmp_path / "nothing.jsonl"))
-    with pytest.raises(ValueError, match="holds no file that is read"):
-        load_multiple_choice(str(tmp_path))
+    with pytest.raises(UserError, match=r"no file at .*nothing\.jsonl; give \.jsonl"):
+        local_tasks(str(tmp_path / "nothing.jsonl"))
+    write(tmp_path / "a.jsonl", {})
+    write(tmp_path / "b.jsonl", {})
+    with pytest.raises(UserError, match=r"no file of .* has train, validation or test in its name"):
+        local_tasks(str(tmp_path))
+    for name in ("Easy-Test", "Hard-Test"):
+        write(tmp_path / f"{name}.jsonl", {})
+    with pytest.raises(UserError, match=r"has several files for test; give the files of one set"):
+        local_tasks(str(tmp_path))
     (tmp_path / "odd.jsonl").write_text('{"a": 1}\n{"b"\n')
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
-        load_multiple_choice(str(tmp_path / "odd.jsonl"))
+    with pytest.raises(UserError, match="line 2 is not JSON"):
+        local_tasks(str(tmp_path / "odd.jsonl"))
+    write(tmp_path / "bad.jsonl", {"text": "q"})
+    with pytest.raises(UserError, match=r"the rows of bad cannot be asked .*give those of ARC"):
+        evaluate_harness(knowing(), local_tasks(str(tmp_path / "bad.jsonl")))
 
 
 def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
-    data = tmp_path / "tasks"
-    data.mkdir()
-    write_tasks(data)
+    data = tmp_path / "Mini"
+    questions = [{"question": f"{n}?", "choices": ["no", "yes"], "answer": n % 2} for n in range(4)]
+    write(data / "Mini-Test.jsonl", *questions[:2])
+    write(data / "Mini-Train.jsonl", questions[2])
     lm = tiny_lm("diff", vocab_size=258, batch_size=8)
-    settings = settings_of("harness", {"data": str(data)}, ["shots=1", 'tasks=["Mini"]'])
-    result = run_eval("harness", lm, settings, tmp_path / "out.json")
+    result = run_eval("harness", lm, settings_of("harness", {"data": str(data)}, ["shots=1"]), tmp_path / "out.json")
     assert result.metrics["Mini_1shot_acc"] in (0.0, 0.5, 1.0)
-    assert result.rows[0]["prompt"].startswith("Question: Damp?\nAnswer: sea\n\nQuestion: Hot?")
+    assert result.rows[0]["prompt"] == "Question: 2?\nAnswer: no\n\nQuestion: 0?\nAnswer:"
     quick = settings_of("harness", {"samples": 3}, quick=True)
     result = run_eval("harness", lm, quick, tmp_path / "quick.json")
     assert len(result.rows) == 6
     assert {row["task"] for row in result.rows} == {"python_descriptions", "python_names"}
     assert all(row["expected"] in row["choices"] for row in result.rows)
-    with pytest.raises(ValueError, match="has no task other; it has: Mini"):
+    with pytest.raises(UserError, match="has no task other; it has: Mini"):
         run_eval("harness", lm, settings_of("harness", {}, [f"data={data}", 'tasks=["other"]']), tmp_path / "no.json")

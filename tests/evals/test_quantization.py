@@ -1,6 +1,5 @@
 """Quantised logits: rounding by hand, each granularity against a slow formula, and models with known answers."""
 
-import bz2
 import json
 
 import pytest
@@ -8,9 +7,8 @@ import torch
 from tiny_models import tiny_lm
 
 from diff_transformer.data.documents import Document
-from diff_transformer.data.tasks.continuations import continuations_of, load_continuations
+from diff_transformer.data.tasks.continuations import continuations_of
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
@@ -258,34 +256,6 @@ def test_endings_that_change_the_context_s_last_token_are_scored_from_there():
         context, endings, _ = split_task(lm, MultipleChoiceItem("xa", ("bc", "d"), 0))
     assert context == [ord("x")]
     assert endings == [[300, ord("c")], [ord("a"), ord(" "), ord("d")]]
-
-
-def test_files_of_hellaswag_in_both_forms(tmp_path):
-    lines = (
-        "Skiing: A man stands. He\n2\nsits.\nflies.\nskis.\nsings.\nCooking: She takes a pan. She\n0\nfries.\na\nb\nc\n"
-    )
-    (tmp_path / "val.txt.bz2").write_bytes(bz2.compress(lines.encode()))
-    row = {"activity_label": "Skiing", "ctx": "A man stands. He", "endings": ["sits.", "flies.", "skis."], "label": "2"}
-    (tmp_path / "val.jsonl").write_text(json.dumps(row) + "\n")
-    text, rows = (load_continuations(str(tmp_path / name)) for name in ("val.txt.bz2", "val.jsonl"))
-    assert text[0].question == rows[0].question == "Skiing: A man stands. He"
-    assert (text[0].choices[2], text[0].answer, text[1].answer, rows[0].answer) == ("skis.", 2, 0, 2)
-    with pytest.raises(UserError, match="give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag"):
-        load_continuations(str(tmp_path / "none.txt"))
-
-
-def test_the_hub_is_asked_for_the_validation_part(monkeypatch):
-    asked = []
-
-    def hub_rows(name, split):
-        asked.append((name, split))
-        return [{"ctx": f"context {i}", "activity_label": "A", "endings": ["x", "y"], "label": "1"} for i in range(9)]
-
-    monkeypatch.setattr("diff_transformer.data.tasks.continuations.hub_rows", hub_rows)
-    items = load_continuations("hub:some/set", seed=1)
-    assert asked == [("some/set", "validation")]
-    assert len({item.question for item in items}) == 9
-    assert items == load_continuations("hub:some/set", seed=1) != load_continuations("hub:some/set", seed=2)
 
 
 def test_tasks_from_prose_have_one_right_ending_and_follow_the_seed():

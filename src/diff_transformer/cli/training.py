@@ -188,7 +188,7 @@ def study(
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[
-        str, typer.Option(help='Text: "python", a file or a folder of text, JSON lines or parquet.')
+        str, typer.Option(help='"python", a file or a folder of text, JSON lines or parquet.')
     ] = "python",
     assignments: Set = None,
     minutes: Annotated[

@@ -33,7 +33,7 @@ def load_python_library() -> Corpus:
     """
     prose, code = _topics(), []
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in _modules(root):
+    for path in modules_of(root):
         docstrings, source = _prose_and_code(path)
         name = path.relative_to(root).as_posix()
         prose.append(Document(f"docstrings/{name}", docstrings, group=name))
@@ -46,7 +46,7 @@ def load_python_library() -> Corpus:
     return Corpus("python", _alternate(train), _alternate(validation), split)
 
 
-def _modules(root: Path) -> Iterator[Path]:
+def modules_of(root: Path) -> Iterator[Path]:
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(set(subfolders) - SKIPPED_FOLDERS)
         yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))
@@ -69,14 +69,10 @@ def _topics() -> list[Document]:
 
 def _prose_and_code(path: Path) -> tuple[str, str]:
     """(docstrings with the names they document, the source without them); both empty if the file cannot be parsed."""
-    try:
-        source = path.read_text(encoding="utf-8")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(source)
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+    read = parsed(path)
+    if read is None:
         return "", ""
-    prose, cut = [], set()
+    (source, tree), prose, cut = read, [], set()
     for node in _definitions(tree):
         docstring = ast.get_docstring(node)
         if docstring is None:
@@ -86,6 +82,17 @@ def _prose_and_code(path: Path) -> tuple[str, str]:
         cut.update(range(node.body[0].lineno, (node.body[0].end_lineno or node.body[0].lineno) + 1))
     code = [line for number, line in enumerate(source.split("\n"), start=1) if number not in cut]
     return "\n".join(prose), "\n".join(code)
+
+
+def parsed(path: Path) -> tuple[str, ast.Module] | None:
+    """The source of a file and its tree; None if it cannot be parsed."""
+    try:
+        source = path.read_text(encoding="utf-8")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return source, ast.parse(source)
+    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
+        return None
 
 
 def _definitions(node: ast.AST) -> Iterator[ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef]:

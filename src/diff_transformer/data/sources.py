@@ -190,7 +190,7 @@ class Reader:
     def _file(self, source: Source) -> Iterator[tuple[str, str]]:
         try:
             with open(source.path, "rb") as raw:
-                data = _unpacked(raw, source.path).read()
+                data = unpacked(raw, source.path).read()
         except Exception as error:  # each compression library raises its own errors
             raise UserError(f"{source.path} cannot be read ({first_line(error)})") from error
         text = decoded(source.path, data)
@@ -240,7 +240,7 @@ class Reader:
         number = 0
         with open(path, "rb") as raw:
             try:
-                for number, line in enumerate(_unpacked(raw, path), start=1):  # noqa: B007
+                for number, line in enumerate(unpacked(raw, path), start=1):  # noqa: B007
                     if line.strip():
                         yield _parsed(line), raw.tell()
             except Exception as error:  # each compression library raises its own errors
@@ -270,7 +270,7 @@ class Reader:
             raise UserError(f"{source.path} cannot be read after row {number} ({reason})") from error
 
 
-def _unpacked(raw: BinaryIO, path: str) -> Any:
+def unpacked(raw: BinaryIO, path: str) -> Any:
     """The content of a file, decompressed by the ending of its name."""
     suffix = Path(path).suffix.lower()
     if suffix == ".zst":

@@ -3,8 +3,8 @@
     Question: ...  Answer: ...      examples, for few-shot
     Question: ...  Answer:| choice  the choice with the highest log-likelihood, in total or per character
 
-``data="hub"`` runs the harness's own tasks, which it downloads. The harness asks published rows in local files as it
-asks those. Other questions in files, and those of "python", have the format of ARC.
+``data="hub"`` runs the harness's own tasks, which it downloads. Rows of a published set in local files are asked by the
+harness's task of that set. Other questions in files, and those of "python", have the format of ARC.
 
 The paper's tables use ``acc_norm`` for HellaSwag and ``acc`` for the other six tasks. Of all combinations, only this
 one reproduces the printed means of StableLM-base-alpha-3B-v2 (56.8) and OpenLLaMA-3B-v2 (57.5) from the published
@@ -14,6 +14,7 @@ scores by task.
 import logging
 import math
 import os
+import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -22,8 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.tasks.multiple_choice import load_multiple_choice
-from diff_transformer.data.tasks.types import MultipleChoiceSet, PublishedSet
+from diff_transformer.data.tasks.python_tasks import descriptions, names
+from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of, suffix_of
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import max_positions, settings_of_lm
 from diff_transformer.evals.prompts import asked_details, check_asking, worded
@@ -33,9 +34,14 @@ from diff_transformer.evals.types import Result
 
 PAPER_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "winogrande")  # of PAPER_TASKS in lm_eval
-# The column of the question in published sets that have one.
-_QUESTIONS = {"arc_easy": "question", "openbookqa": "question_stem", "piqa": "goal"}
-_LOCAL = (MultipleChoiceSet, PublishedSet)
+# The harness's task of a published set, by a column that other sets do not have.
+_TASKS = {
+    "endings": "hellaswag", "goal": "piqa", "passage": "boolq", "option1": "winogrande",
+}  # fmt: skip
+# The column of the question in sets that have one.
+_QUESTIONS = {"arc_easy": "question", "openbookqa": "question_stem", "piqa": "goal", "": "question"}
+_SPLITS = {"train": ("train",), "validation": ("val", "valid", "validation", "dev"), "test": ("test",)}
+_ANSWERS = ("label", "answer", "answerKey")
 REQUESTS = 256  # per step of the progress bar
 METRICS = ("paper", "acc", "acc_norm")
 QUICK = {"data": "python", "samples": 40}
@@ -45,10 +51,11 @@ QUICK = {"data": "python", "samples": 40}
 class Settings:
     """Tasks and scoring."""
 
-    # "hub" (the harness's tasks, downloaded on first use), "python" (made from the running Python's documentation), a
-    # file of questions, or a folder of such files: rows of published sets, with the columns that they have on the hub
+    # "hub" (the harness's tasks, downloaded on first use), "python" (made from the running Python's documentation), or
+    # one set: a file, or a folder of files with train, validation or test in their names. Their rows have the columns
+    # that the published set has on the hub, or are {"question", "choices", "answer"}, the answer as an index from 0.
     data: str = "hub"
-    # Names of the harness's tasks; by default the paper's seven. For a folder: the tasks to run, by default all.
+    # Names of the harness's tasks; by default the paper's seven. For local data: the tasks to run, by default all.
     tasks: tuple[str, ...] = PAPER_TASKS
     # Examples before each question. Table 1 has 0, Table 8 has 5.
     shots: int = 0
@@ -74,21 +81,21 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
                 "wording is of our own sets of questions, and data is 'hub', whose tasks have their own; leave wording "
                 "out, or give a file"
             )
-        tasks: dict[str, Any] = {name: partial(harness_task, name) for name in settings.tasks}
+        tasks = {name: partial(harness_task, name) for name in settings.tasks}
     else:
-        sets = load_multiple_choice(settings.data)
-        chosen = settings.tasks if settings.tasks != PAPER_TASKS else tuple(sets)
-        unknown = [name for name in chosen if name not in sets]
+        local = local_tasks(settings.data, settings.wording)
+        chosen = settings.tasks if settings.tasks != PAPER_TASKS else tuple(local)
+        unknown = [name for name in chosen if name not in local]
         if unknown:
-            raise UserError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(sets)}")
-        tasks = {name: sets[name] for name in chosen}
+            raise UserError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(local)}")
+        tasks = {name: local[name] for name in chosen}
     result = evaluate_harness(lm, tasks, settings, samples)
     return replace(result, provenance={**result.provenance, "data": settings.data})
 
 
 def evaluate_harness(
     lm,
-    tasks: Mapping[str, MultipleChoiceSet | PublishedSet | Callable[[], Any]],
+    tasks: Mapping[str, Callable[[], Any]],
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
@@ -96,7 +103,7 @@ def evaluate_harness(
 
     Args:
         lm: a ``CausalLM``, or a ``lm_eval.api.model.LM`` with a name.
-        tasks: sets of items, or functions that return a task object of the harness.
+        tasks: functions that return a task object of the harness, by name.
         settings: without ``data`` and ``tasks``.
 
     ``metrics``, for each task, with 5 shots: ``NAME_5shot`` by ``metric``, ``NAME_5shot_stderr``, ``NAME_5shot_acc``,
@@ -105,7 +112,7 @@ def evaluate_harness(
     reason), and ``mean_5shot`` over the tasks.
 
     Raises:
-        ValueError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
+        UserError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
     """
     shots, metric, items, seed = settings.shots, settings.metric, settings.samples, settings.seed
     chat_template, wording = settings.chat_template, settings.wording
@@ -121,8 +128,9 @@ def evaluate_harness(
     with _quiet():
         model = harness_model(lm)
         for name, source in tasks.items():
-            task = local_task(name, source, wording) if isinstance(source, _LOCAL) else source()
-            check_shots(name, source, shots)
+            task = source()
+            if shots and shots > (there := len(task.fewshot_docs()) - (task.config.fewshot_split == "test")):
+                raise UserError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
             count = min(len(task.eval_docs), items or len(task.eval_docs), samples.limit or len(task.eval_docs))
 
             def score(places: list[int], name=name, task=task, count=count) -> list[dict]:
@@ -263,7 +271,7 @@ def harness_task(name: str):
     """A task of the harness by its name, with its data.
 
     Raises:
-        ValueError: for an unknown name, or data that are neither cached nor downloadable.
+        UserError: for an unknown name, or data that are neither cached nor downloadable.
     """
     manager = task_manager(name in PAPER_TASKS)
     if name not in manager.all_tasks:
@@ -292,40 +300,96 @@ def task_manager(of_the_paper: bool):
     return lm_eval.tasks.TaskManager()
 
 
-def local_task(name: str, tasks: MultipleChoiceSet | PublishedSet, wording: str = ""):
-    """Local questions as a task of the harness: of a published set the harness's own task, of others one in the format
-    of ARC. A user's ``wording`` with {question} is for sets with questions."""
+def local_tasks(data: str, wording: str = "") -> dict[str, Callable[[], Any]]:
+    """The tasks of "python", or the one of a file or a folder.
+
+    Args:
+        wording: words with {question} for sets that have questions; empty for the set's own.
+
+    Raises:
+        UserError: for a path that does not exist, or files that cannot be read.
+    """
+    if data == "python":
+        tasks = {}
+        for name, items in {"python_descriptions": descriptions(), "python_names": names()}.items():
+            rows = [asdict(item) for item in items]
+            scored = len(rows) - len(rows) // 4  # the others are examples, so that no prompt has a later question
+            splits = {"test": rows[:scored], "train": rows[scored:]}
+            tasks[name] = partial(local_task, name, splits, wording)
+        return tasks
+    path = Path(data)
+    files = sorted(file for file in path.iterdir() if suffix_of(file) in SUFFIXES) if path.is_dir() else [path]
+    splits = {}
+    for file in files:
+        words = set(re.split(r"[^a-z]+", stem_of(file).lower()))
+        split = "test" if len(files) == 1 else next((side for side, known in _SPLITS.items() if words & {*known}), None)
+        if split in splits:
+            raise UserError(f"{data} has several files for {split}; give the files of one set, or one file")
+        if split is not None:
+            splits[split] = [_hub_columns(row) for row in rows_of(str(file))]
+    if not splits:
+        raise UserError(f"no file of {data} has train, validation or test in its name; give a file, or rename them")
+    name = stem_of(path) if path.is_file() else path.resolve().name
+    return {name: partial(local_task, name, splits, wording)}
+
+
+def _hub_columns(row: dict) -> dict:
+    """A row with the columns of the hub: ARC and OpenBookQA are published in another form, BoolQ with other labels."""
+    question = row.get("question")
+    if isinstance(question, dict):
+        choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
+        return {**row, "question": question["stem"], "question_stem": question["stem"], "choices": choices}
+    if "passage" in row and "label" not in row and "answer" in row:
+        return {**row, "label": int(row["answer"])}
+    return row
+
+
+def _published(name: str, row: dict) -> str:
+    """The harness's task for a row of a set called ``name``; "" for {question, choices, answer}."""
+    task = next((task for column, task in _TASKS.items() if column in row), "")
+    if task or "answerKey" not in row:
+        return task
+    return "openbookqa" if "question" not in row or "openbook" in name.lower() else "arc_easy"
+
+
+def local_task(name: str, splits: dict[str, list[dict]], wording: str = ""):
+    """Local rows as a task of the harness: of a published set the harness's own task, of others one in the format of
+    ARC. The last split with answers is scored; few-shot examples come from "train", or else from the scored rows.
+
+    Raises:
+        UserError: for rows that the task cannot read.
+    """
     import datasets
     from lm_eval.api.task import ConfigurableTask
 
-    if isinstance(tasks, PublishedSet):
-        parts, column = (tasks.items, tasks.examples), _QUESTIONS.get(tasks.task)
-    else:
-        parts, column = [[asdict(item) for item in part] for part in (tasks.items, tasks.examples)], "question"
-    splits = {split: datasets.Dataset.from_list(part) for split, part in zip(("test", "train"), parts, strict=True)}
+    order = [split for split in ("test", "validation", "train") if split in splits]
+    scored = next((s for s in order if any(splits[s][0].get(key) not in (None, "") for key in _ANSWERS)), order[0])
+    rows, examples = splits[scored], splits["train"] if "train" in splits and scored != "train" else []
+    of = _published(name, rows[0])
+    sides = {"test": datasets.Dataset.from_list(rows), "train": datasets.Dataset.from_list(examples)}
     config: dict[str, Any] = {
-        "custom_dataset": lambda **_: splits, "test_split": "test", "validation_split": None, "num_fewshot": 0,
-        "training_split": "train" if parts[1] else None, "fewshot_split": "train" if parts[1] else "test",
+        "custom_dataset": lambda **_: sides, "test_split": "test", "validation_split": None, "num_fewshot": 0,
+        "training_split": "train" if examples else None, "fewshot_split": "train" if examples else "test",
     }  # fmt: skip
-    words = wording or ("" if isinstance(tasks, PublishedSet) else "Question: {question}\nAnswer:")
-    if words and column:
-        config["doc_to_text"] = lambda doc: worded(words, question=doc[column])
-    if isinstance(tasks, PublishedSet):
-        group = {"group": "local", "task": [{"task": tasks.task, **config}]}
-        return task_manager(True).load(group)["tasks"][tasks.task]
-    metrics = [{"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")]
-    return ConfigurableTask(config=config | {
-        "task": name, "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
-        "metric_list": metrics,
-    })  # fmt: skip
-
-
-def check_shots(name: str, source: object, shots: int) -> None:
-    """Raise ValueError if a local task has fewer examples than ``shots``."""
-    if isinstance(source, _LOCAL):
-        there = len(source.examples) or len(source.items) - 1
-        if shots > there:
-            raise UserError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
+    words = wording or ("" if of else "Question: {question}\nAnswer:")
+    if words and of in _QUESTIONS:
+        config["doc_to_text"] = lambda doc: worded(words, question=doc[_QUESTIONS[of]])
+    try:
+        if of:
+            group = {"group": "local", "task": [{"task": of, **config}]}
+            return task_manager(True).load(group)["tasks"][of]
+        metrics = [
+            {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
+        ]
+        return ConfigurableTask(config=config | {
+            "task": name, "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
+            "metric_list": metrics,
+        })  # fmt: skip
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(
+            f"the rows of {name} cannot be asked ({type(error).__name__}: {error}); give those of ARC, BoolQ, "
+            "HellaSwag, OpenBookQA, PIQA or WinoGrande with the columns of the hub, or {question, choices, answer}"
+        ) from error
 
 
 def harness_model(lm):

@@ -7,19 +7,16 @@ The default is to close the file. | Each call returns a new list. | ...         
 
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 import numpy as np
 
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Document
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.data.tasks.files import as_rows, read_records, read_text
-from diff_transformer.data.tasks.hub import hub_rows
+from diff_transformer.data.tasks.rows import rows_of
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.errors import UserError
 
-TEXT_SUFFIXES = (".txt", ".txt.bz2", ".txt.gz")
 CHOICES = 4
 CONTEXT_CHARACTERS = (40, 400)
 ENDING_CHARACTERS = (25, 110)
@@ -31,44 +28,26 @@ def load_continuations(data: str, *, seed: int = 0) -> list[MultipleChoiceItem]:
     """The tasks that ``data`` names: those of a file in its order, others in an order drawn by ``seed``.
 
     Args:
-        data: "python" (made from the documentation that the corpus "python" holds out); a file of HellaSwag, as JSON
-            lines or as text of six lines a task, plain or compressed; or "hub:NAME", such as "hub:Rowan/hellaswag".
+        data: "python" (made from the documentation that the corpus "python" holds out); a file of HellaSwag's rows; or
+            "hub:NAME", such as "hub:Rowan/hellaswag".
 
     Raises:
-        FileNotFoundError: for a path that does not exist.
-        ValueError: for another format, or a set on the hub that cannot be downloaded.
+        UserError: for a path that does not exist, another format, or a set on the hub that cannot be downloaded.
     """
     if data == "python":
         return continuations_of(load_corpus("python").validation, seed=seed)
-    if data.startswith("hub:"):
-        name = data.removeprefix("hub:")
-        items = _items(hub_rows(name, split="validation"), name)
-        return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
-    if not Path(data).is_file():
-        raise UserError(f"no file at {data!r}; give 'python', 'hub:Rowan/hellaswag' or a file of HellaSwag")
-    path = Path(data)
-    if path.name.lower().endswith(TEXT_SUFFIXES):
-        return _six_lines(path)
-    return _items(as_rows(read_records(path), path), data)
+    hub = data.startswith("hub:")
+    items = [_item(row, data) for row in rows_of(data, split="validation" if hub else None)]
+    return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))] if hub else items
 
 
-def _items(rows: list[dict], source: str) -> list[MultipleChoiceItem]:
-    items = []
-    for number, row in enumerate(rows):
-        try:
-            context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else row["ctx"]
-            items.append(_item(context, row["endings"], int(row["label"])))
-        except (KeyError, TypeError, ValueError) as error:
-            raise UserError(
-                f"row {number} of {source} is not one of HellaSwag, {{ctx, endings, label}} ({error!r})"
-            ) from None
-    return items
-
-
-def _item(context: str, endings: list[str], label: int) -> MultipleChoiceItem:
-    if not 0 <= label < len(endings):
-        raise UserError(f"the answer {label} is not a place among {len(endings)} choices")
-    return MultipleChoiceItem(_clean(context), tuple(map(_clean, endings)), label)
+def _item(row: dict, source: str) -> MultipleChoiceItem:
+    try:
+        context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else row["ctx"]
+        endings, label = tuple(map(_clean, row["endings"])), int(row["label"])
+        return MultipleChoiceItem(_clean(context), endings, range(len(endings))[label])
+    except (KeyError, TypeError, ValueError, IndexError) as error:
+        raise UserError(f"a row of {source} is not one of HellaSwag, {{ctx, endings, label}} ({error!r})") from None
 
 
 def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[MultipleChoiceItem]:
@@ -78,7 +57,7 @@ def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[Mu
     Documents named code/... have no prose.
 
     Raises:
-        ValueError: if fewer than four documents have such a paragraph.
+        UserError: if fewer than four documents have such a paragraph.
     """
     found = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
     found = list({ending: (name, context, ending) for name, context, ending in found}.values())
@@ -124,18 +103,3 @@ def _clean(text: str) -> str:
     text = re.sub(r"\s*\[(?:title|header)\]\s*", ". ", text.strip())
     text = re.sub(r"\[[^\]]*\]", "", text)
     return re.sub(r"\s{2,}", " ", text).strip().removeprefix(". ")
-
-
-def _six_lines(path: Path) -> list[MultipleChoiceItem]:
-    lines = [line.rstrip("\r") for line in read_text(path).split("\n")]
-    while lines and not lines[-1].strip():
-        lines.pop()
-    if not lines or len(lines) % 6:
-        raise UserError(f"{path} has {len(lines)} lines; tasks in text have six lines each")
-    items = []
-    for start in range(0, len(lines), 6):
-        context, answer, *endings = lines[start : start + 6]
-        if not answer.strip().isdigit():
-            raise UserError(f"line {start + 2} of {path} is {answer[:40]!r}; it should be the right ending's number")
-        items.append(_item(context, endings, int(answer)))
-    return items

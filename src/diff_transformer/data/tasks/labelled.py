@@ -1,201 +1,145 @@
 """Labelled texts for many-shot classification (section 3.5): public sets from files or the hub, and one from Python."""
 
-import csv
-import io
-import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
-from diff_transformer.data.tasks.files import as_rows, read_records, read_text
+from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.tasks.python_tasks import python_labels
-from diff_transformer.data.tasks.trec import read_label_file, trec_words
-from diff_transformer.data.tasks.types import Labelled, LabelledSet, check_distinct, hold_out, in_words, make_example
+from diff_transformer.data.tasks.rows import rows_of, suffix_of
+from diff_transformer.data.tasks.types import Labelled, LabelledSet, make_example
 from diff_transformer.errors import UserError
 
-ACCEPTED = (
-    '"python"; "hub:trec", "hub:trec-fine", "hub:banking77", "hub:clinic150"; a file (.label, .csv or .jsonl); '
-    "or a folder with a file for training and one for testing"
-)
-_SUFFIXES = (".label", ".csv", ".jsonl")
-
-
-def load_labelled(source: str | os.PathLike = "python", *, fine: bool = False) -> LabelledSet:
-    """The labelled set named by ``source``.
-
-    Args:
-        source: ``"python"`` (offline: ``python_labels``), ``"hub:NAME"`` (a name of ``SETS``), or a path. In a folder,
-            the file with "train" in its name is for training and the other one of its kind for testing ("test" if there
-            are several). Of a single file, a fifth is for testing, by a hash of the text.
-        fine: the 50 classes of TREC instead of its 6.
-
-    Raises:
-        FileNotFoundError: for a path that does not exist.
-        ValueError: for a set that cannot be loaded, or ``fine`` for a set with one kind of classes.
-    """
-    name = str(source)
-    if name.startswith("hub:"):
-        wanted = name.removeprefix("hub:")
-        _refuse_fine(fine and wanted not in ("trec", "trec-fine"), name)
-        return load_hub_labelled("trec-fine" if fine else wanted)
-    if name == "python":
-        _refuse_fine(fine, name)
-        return python_labels()
-    path = Path(name).expanduser()
-    if not path.exists():
-        raise UserError(f"no labelled set at {name}; give {ACCEPTED}")
-    train, test = _sides(path) if path.is_dir() else (path, None)
-    kind = train.suffix.lower()
-    if kind not in _SUFFIXES:
-        raise UserError(f"{train} has suffix {kind!r}, which is not read; give {ACCEPTED}")
-    _refuse_fine(fine and kind != ".label", name)
-    return _from_files(path, train, test, kind, fine)
-
-
-def _from_files(path: Path, train: Path, test: Path | None, kind: str, fine: bool) -> LabelledSet:
-    def read(file: Path) -> list[Labelled]:
-        if kind == ".label":
-            return read_label_file(file, fine=fine)
-        return read_csv(file) if kind == ".csv" else read_json_lines(file)
-
-    splits = hold_out(read(train)) if test is None else (tuple(read(train)), tuple(read(test)))
-    names = {".label": ("Question", "Type"), ".csv": ("Query", "Intent"), ".jsonl": ("Text", "Label")}[kind]
-    return LabelledSet(path.name + ("-fine" if fine else ""), *splits, *names)
-
-
-def _sides(folder: Path) -> tuple[Path, Path]:
-    """The training and the test file."""
-    files = sorted(file for file in folder.iterdir() if file.is_file())
-    for suffix in _SUFFIXES:
-        mine = [file for file in files if file.suffix.lower() == suffix]
-        train = [file for file in mine if "train" in file.name.lower()]
-        others = [file for file in mine if file not in train]
-        tests = [file for file in others if "test" in file.name.lower()] or others
-        if len(train) == 1 and len(tests) == 1:
-            return train[0], tests[0]
-    found = ", ".join(file.name for file in files[:8]) or "nothing"
-    raise UserError(f"{folder} holds {found}; give a folder with one training and one test file, or one of: {ACCEPTED}")
-
-
-def _refuse_fine(refused: bool, name: str) -> None:
-    if refused:
-        raise UserError(f"fine classes were asked for, which {name} does not have; only TREC has coarse and fine ones")
-
-
+SETS = {  # name -> repository, configuration, label column, revision, words for text and label
+    "trec": ("CogComp/trec", None, "coarse_label", "refs/convert/parquet", "Question", "Type"),
+    "trec-fine": ("CogComp/trec", None, "fine_label", "refs/convert/parquet", "Question", "Type"),
+    "banking77": ("PolyAI/banking77", None, "label", "refs/convert/parquet", "Query", "Intent"),
+    "clinic150": ("clinc/clinc_oos", "plus", "intent", None, "Query", "Intent"),
+}
 TEXT_COLUMNS = ("text", "query", "question", "sentence", "utterance")
 LABEL_COLUMNS = ("category", "label_text", "intent", "label", "class")
 OUT_OF_SCOPE = "oos"  # not one of Clinic-150's 150 intents
+TEST_SHARE = 0.2
+ACCEPTED = (
+    '"python"; "hub:trec", "hub:trec-fine", "hub:banking77", "hub:clinic150", "hub:OWNER/NAME"; a file (.label, .csv, '
+    ".jsonl, .parquet); or a folder with a file for training and one for testing"
+)
+# The words of TREC's classes. A file of the set has a question a line, in Latin-1: "LOC:city What is ... ?".
+COARSE = {
+    "ABBR": "abbreviation", "DESC": "description", "ENTY": "entity", "HUM": "human", "LOC": "location", "NUM": "number",
+}  # fmt: skip
+FINE = {
+    "ABBR:exp": "expansion of an abbreviation", "ABBR:abb": "abbreviation", "DESC:def": "definition",
+    "DESC:desc": "description", "ENTY:body": "body part", "ENTY:cremat": "creative work",
+    "ENTY:dismed": "disease or medicine", "ENTY:instru": "musical instrument", "ENTY:lang": "language",
+    "ENTY:other": "other entity", "ENTY:techmeth": "technique or method",
+    "ENTY:termeq": "equivalent term", "ENTY:veh": "vehicle", "HUM:desc": "description of a person",
+    "HUM:gr": "group or organization", "HUM:ind": "individual", "HUM:title": "title of a person",
+    "LOC:mount": "mountain", "LOC:other": "other location", "NUM:dist": "distance", "NUM:ord": "order or rank",
+    "NUM:other": "other number", "NUM:perc": "percentage", "NUM:period": "period of time",
+    "NUM:temp": "temperature", "NUM:volsize": "volume or size",
+}  # fmt: skip
 
 
-def read_csv(path: Path) -> list[Labelled]:
-    """The rows of a CSV file whose header names a text and a label column; quoted fields may hold line breaks.
+def load_labelled(source: str | Path = "python", *, fine: bool = False) -> LabelledSet:
+    """The labelled set named by ``source``.
+
+    Args:
+        source: ``"python"`` (offline: ``python_labels``), ``"hub:NAME"`` (a name of ``SETS``, or ``OWNER/NAME`` with a
+            text and a label column), or a path. In a folder, the files with "train" and "test" in their names are the
+            sides. Of a single file, a fifth is for testing, by a hash of the text.
+        fine: the 50 classes of a TREC file instead of its 6.
 
     Raises:
-        ValueError: if there are no such columns, naming the existing ones, or if the file is no CSV.
+        UserError: for a set that cannot be loaded.
     """
-    try:
-        rows = list(csv.DictReader(io.StringIO(read_text(path), newline=None)))
-    except csv.Error as error:
-        raise UserError(f"{path} cannot be read as CSV ({error})") from None
-    return from_rows(rows, path)
+    name = str(source)
+    if name == "python":
+        train, test = hold_out(python_labels())
+        return LabelledSet(name, train, test, "Text", "Module")
+    if name.startswith("hub:"):
+        return _hub(name.removeprefix("hub:"))
+    path = Path(name).expanduser()
+    if path.is_dir():
+        first, second = _sides(path)
+        train, test = tuple(_examples(first, fine)), tuple(_examples(second, fine))
+    else:
+        first = path
+        train, test = hold_out(_examples(path, fine))
+    words = {".label": ("Question", "Type"), ".csv": ("Query", "Intent")}.get(suffix_of(first), ("Text", "Label"))
+    return LabelledSet(path.name + ("-fine" if fine else ""), train, test, *words)
 
 
-def read_json_lines(path: Path) -> list[Labelled]:
-    """The rows of a JSON-lines file, with the same columns as a CSV file."""
-    return from_rows(as_rows(read_records(path), path), path)
+def _sides(folder: Path) -> tuple[Path, Path]:
+    """The training and the test file: "train" is in the name of one, and the other has the same suffix."""
+    for suffix in (".label", ".csv", ".jsonl", ".json", ".parquet"):
+        files = sorted(file for file in folder.iterdir() if suffix_of(file) == suffix)
+        train = [file for file in files if "train" in file.name.lower()]
+        rest = [file for file in files if file not in train]
+        test = [file for file in rest if "test" in file.name.lower()] or rest
+        if len(train) == len(test) == 1:
+            return train[0], test[0]
+    raise UserError(f"{folder} has not one training and one test file; give {ACCEPTED}")
 
 
-def from_rows(rows: Sequence[Mapping], where: object) -> list[Labelled]:
-    """Examples from rows with a text and a label column of a usual name.
-
-    Raises:
-        ValueError: if there are no such columns, naming the existing ones.
-    """
-    columns = list(rows[0]) if rows else []
-    text = next((name for name in TEXT_COLUMNS if name in columns), None)
-    label = next((name for name in LABEL_COLUMNS if name in columns), None)
-    if text is None or label is None:
-        raise UserError(
-            f"{where} has the columns {', '.join(map(str, columns)) or 'none'}; it needs a text "
-            f"({', '.join(TEXT_COLUMNS)}) and a label ({', '.join(LABEL_COLUMNS)})"
+def _hub(name: str) -> LabelledSet:
+    repository, config, column, revision, *words = SETS.get(name, (name, None, None, None, "Text", "Label"))
+    train, test = (
+        tuple(
+            from_rows(rows_of(f"hub:{repository}", config=config, split=split, revision=revision), repository, column)
         )
-    incomplete = next((i for i, row in enumerate(rows, start=1) if row.get(text) is None or row.get(label) is None), 0)
-    if incomplete:
-        raise UserError(f"{where}: row {incomplete} has no {text} or no {label}")
-    return from_pairs(((str(row[text]), str(row[label])) for row in rows), where)
+        for split in ("train", "test")
+    )
+    return LabelledSet(f"hub:{name}", train, test, *words)
 
 
-def from_pairs(pairs: Iterable[tuple[str, str]], where: object) -> list[Labelled]:
-    """Examples from pairs (text, label), with labels in words; out-of-scope and empty texts are left out."""
-    kept = [(text, label) for text, label in pairs if label != OUT_OF_SCOPE and text.strip()]
-    words = {label: in_words(label) for _, label in kept}
-    check_distinct(words, where)
-    return [make_example(text, words[label]) for text, label in kept]
+def _examples(path: Path, fine: bool) -> list[Labelled]:
+    if not path.is_file():
+        raise UserError(f"no labelled set at {path}; give {ACCEPTED}")
+    if suffix_of(path) != ".label":
+        return from_rows(rows_of(str(path)), path)
+    lines = [line.partition(" ") for line in path.read_text(encoding="latin-1").splitlines() if line.strip()]
+    if not all(text.strip() and code.partition(":")[0] in COARSE for code, _, text in lines):
+        raise UserError(f"{path} is not a file of TREC; its lines read 'LOC:city What is ... ?'")
+    return [make_example(text, trec_words(code, fine=fine)) for code, _, text in lines]
 
 
-SETS = {  # name -> repository, configuration, label column
-    "trec": ("CogComp/trec", None, "coarse_label"),
-    "trec-fine": ("CogComp/trec", None, "fine_label"),
-    "banking77": ("PolyAI/banking77", None, "label"),
-    "clinic150": ("clinc/clinc_oos", "plus", "intent"),
-    "clinic150-small": ("clinc/clinc_oos", "small", "intent"),
-}
-_CONVERTED = "refs/convert/parquet"  # the hub's copy of a set whose loading script is no longer run
+def trec_words(code: str, *, fine: bool) -> str:
+    """The words of a class of TREC such as ``LOC:city``, or of its coarse class."""
+    return FINE.get(code, code.partition(":")[2]) if fine else COARSE[code.partition(":")[0]]
 
 
-def load_hub_labelled(name: str) -> LabelledSet:
-    """A set on the hub: one of ``SETS``, or ``OWNER/NAME`` or ``OWNER/NAME:CONFIG`` with a text and a label column.
+def from_rows(rows: list[dict], where: object, label: str | None = None) -> list[Labelled]:
+    """Examples from rows with a text and a label column; out-of-scope and empty texts are left out.
+
+    Args:
+        label: the column; by default the first of a usual name.
 
     Raises:
-        ValueError: if ``datasets`` is not installed or the set cannot be downloaded, for a set without a "train" and a
-            "test" (or "validation") split, or without a text and a label column.
+        UserError: if there are no such columns, naming the existing ones.
     """
-    repository, config, column = SETS[name] if name in SETS else (*_split(name), None)
-    splits = _download(repository, config)
-    asked = next((split for split in ("test", "validation") if split in splits), None)
-    if "train" not in splits or asked is None:
-        raise UserError(f"{repository} has the sides {', '.join(splits)}; it needs train, and test or validation")
-    train, test = (_examples(splits[split], column, repository) for split in ("train", asked))
-    names = ("Question", "Type") if repository == "CogComp/trec" else ("Query", "Intent")
-    return LabelledSet(f"hub:{name}", tuple(train), tuple(test), *(names if name in SETS else ("Text", "Label")))
-
-
-def _split(name: str) -> tuple[str, str | None]:
-    repository, _, config = name.partition(":")
-    if "/" not in repository:
-        raise UserError(f"no labelled set hub:{name}; there are: {', '.join(SETS)}, or OWNER/NAME[:CONFIG]")
-    return repository, config or None
-
-
-def _download(repository: str, config: str | None) -> Any:
-    try:
-        from datasets import load_dataset
-    except ImportError:
-        raise UserError("a set from the hub needs the package datasets: pip install datasets") from None
-    try:
-        try:
-            return load_dataset(repository, config)
-        except RuntimeError as error:
-            if "script" not in str(error):
-                raise
-            return load_dataset(repository, config, revision=_CONVERTED)
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise UserError(
-            f"{repository} cannot be downloaded from the hub ({reason}); connect to the network once, after which it "
-            "is cached, or give the path of the files, or data=python"
-        ) from error
-
-
-def _examples(rows: Any, column: str | None, where: str) -> list[Labelled]:
-    columns = list(rows.column_names)
+    columns = list(rows[0])
     text = next((name for name in TEXT_COLUMNS if name in columns), None)
-    label = column if column in columns else next((name for name in LABEL_COLUMNS if name in columns), None)
-    if text is None or label is None:
-        raise UserError(f"{where} has the columns {', '.join(columns)}; it needs a text and a label")
-    names = getattr(rows.features[label], "names", None)
-    labels = [names[value] if names and isinstance(value, int) else str(value) for value in rows[label]]
+    label = label or next((name for name in LABEL_COLUMNS if name in columns), None)
+    if text is None or label not in columns:
+        raise UserError(
+            f"{where} has the columns {', '.join(map(str, columns))}; it needs a text ({', '.join(TEXT_COLUMNS)}) and "
+            f"a label ({', '.join(LABEL_COLUMNS)})"
+        )
+    pairs = [(str(row[text] or ""), str(row[label])) for row in rows if row[label] is not None]
+    pairs = [(words, of) for words, of in pairs if of != OUT_OF_SCOPE and words.strip()]
     if label in ("coarse_label", "fine_label"):
-        fine = label == "fine_label"
-        return [make_example(t, trec_words(code, fine=fine)) for t, code in zip(rows[text], labels, strict=True)]
-    return from_pairs(zip(rows[text], labels, strict=True), where)
+        pairs = [(words, trec_words(of, fine=label == "fine_label")) for words, of in pairs]
+    return [make_example(words, of) for words, of in pairs]
+
+
+def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[Labelled, ...]]:
+    """(train, test) of a set without a split: a fifth of the examples is for testing, by a hash of the text.
+
+    Test examples of a class without training examples are left out.
+    """
+    sides: tuple[list[Labelled], list[Labelled]] = ([], [])
+    for example in examples:
+        sides[hash_of_name(example.text) < TEST_SHARE].append(example)
+    train, test = sides
+    shown = {example.label for example in train}
+    return tuple(train), tuple(example for example in test if example.label in shown)

@@ -13,18 +13,16 @@ Labelled texts (``python_labels``): the module of the standard library that a do
 
 import ast
 import functools
-import os
 import re
 import sysconfig
-import warnings
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from diff_transformer.data.python_library import SKIPPED_FOLDERS
+from diff_transformer.data.python_library import load_python_library, modules_of, parsed
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.data.tasks.types import GroundedItem, Labelled, LabelledSet, MultipleChoiceItem, hold_out
+from diff_transformer.data.tasks.types import GroundedItem, Labelled, MultipleChoiceItem
 from diff_transformer.errors import UserError
 
 SUMMARY_CHARACTERS = (20, 140)
@@ -89,17 +87,16 @@ def documented() -> tuple[Documented, ...]:
     """The documented names of the held-out modules, in the order of the modules, without repeated names or summaries.
 
     Raises:
-        ValueError: if there are too few (a Python without its sources).
+        UserError: if there are too few (a Python without its sources).
     """
-    from diff_transformer.data.python_library import load_python_library
-
     root = Path(sysconfig.get_paths()["stdlib"])
     validation = load_python_library().validation
     modules = [document.group for document in validation if document.name.startswith("docstrings/")]
     entries: dict[str, Documented] = {}
     seen = set()
     for module in modules:
-        for entry in documented_in((root / module).read_text(encoding="utf-8")):
+        read = parsed(root / module)
+        for entry in documented_in(read[1]) if read else ():
             if entry.name not in entries and entry.summary not in seen:
                 entries[entry.name] = entry
                 seen.add(entry.summary)
@@ -111,20 +108,17 @@ def documented() -> tuple[Documented, ...]:
     return tuple(entries.values())
 
 
-def documented_in(source: str) -> list[Documented]:
-    """The public documented names in one module's source whose first paragraph is about one sentence."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        tree = ast.parse(source)
-    found = []
+def documented_in(tree: ast.Module) -> list[Documented]:
+    """The public documented names in a module whose first paragraph is about one sentence."""
+    names = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef) or node.name.startswith("_"):
             continue
         first, _, rest = (ast.get_docstring(node) or "").partition("\n\n")
         summary, body = " ".join(first.split()), " ".join(rest.split())
         if SUMMARY_CHARACTERS[0] <= len(summary) <= SUMMARY_CHARACTERS[1]:
-            found.append(Documented(node.name, summary, body))
-    return found
+            names.append(Documented(node.name, summary, body))
+    return names
 
 
 def _choices(entries, index: int, seed: int, field: str) -> tuple[tuple[str, ...], int]:
@@ -150,18 +144,18 @@ _SENTENCE = re.compile(r"(.+?[.!?])(?=\s+[A-Z]|\s*$)", re.DOTALL)
 
 
 @functools.cache
-def python_labels() -> LabelledSet:
+def python_labels() -> tuple[Labelled, ...]:
     """First sentences of docstrings, labelled with one of the 16 modules that have most of them.
 
-    A fifth of the sentences is for testing. Sentences that occur in two modules, or name their module, are left out. A
-    model trained on the corpus "python" has read most of the sentences, but never with these labels.
+    Sentences that occur in two modules, or name their module, are left out. A model trained on the corpus "python" has
+    read most of the sentences, but never with these labels.
 
     Raises:
-        ValueError: if this Python has no sources.
+        UserError: if this Python has no sources.
     """
     modules: dict[str, set[str]] = defaultdict(set)  # sentence -> modules
     root = Path(sysconfig.get_paths()["stdlib"])
-    for path in _sources(root):
+    for path in modules_of(root):
         module = path.relative_to(root).parts[0].removesuffix(".py").strip("_")
         for sentence in first_sentences(path):
             if module.lower() not in sentence.lower():
@@ -173,9 +167,7 @@ def python_labels() -> LabelledSet:
     largest = sorted(by_module, key=lambda module: (-len(by_module[module]), module))[:CLASSES]
     if len(largest) < CLASSES:
         raise UserError(f"no documented sources under {root} (a stripped Python?); give data= a file instead")
-    examples = [Labelled(s, module) for module in largest for s in by_module[module][:SENTENCES_PER_CLASS]]
-    train, test = hold_out(examples)
-    return LabelledSet("python", train, test, "Text", "Module")
+    return tuple(Labelled(s, module) for module in largest for s in by_module[module][:SENTENCES_PER_CLASS])
 
 
 def first_sentences(path: Path) -> Iterator[str]:
@@ -183,21 +175,10 @@ def first_sentences(path: Path) -> Iterator[str]:
 
     Nothing if the file cannot be parsed.
     """
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            tree = ast.parse(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, SyntaxError, ValueError):
-        return
-    for node in ast.walk(tree):
+    source = parsed(path)
+    for node in ast.walk(source[1]) if source else ():
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             found = _SENTENCE.match((ast.get_docstring(node) or "").split("\n\n")[0])
             sentence = " ".join(found[1].split()) if found else ""
             if CHARACTERS[0] <= len(sentence) <= CHARACTERS[1]:
                 yield sentence
-
-
-def _sources(root: Path) -> Iterator[Path]:
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if name not in SKIPPED_FOLDERS)
-        yield from (Path(folder) / name for name in sorted(names) if name.endswith(".py"))

@@ -1,12 +1,8 @@
 """The items that the loaders of this package return: grounded questions, multiple-choice questions, labelled texts."""
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from diff_transformer.data.documents import hash_of_name
 from diff_transformer.errors import UserError
-
-TEST_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -30,24 +26,6 @@ class MultipleChoiceItem:
 
 
 @dataclass(frozen=True)
-class MultipleChoiceSet:
-    """The items of one task."""
-
-    items: list[MultipleChoiceItem]  # to score
-    # few-shot examples; if there are none, the other items serve as examples
-    examples: list[MultipleChoiceItem] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class PublishedSet:
-    """Rows of a published set, with the columns that it has on the hub."""
-
-    task: str  # of lm-evaluation-harness
-    items: list[dict]  # to score
-    examples: list[dict] = field(default_factory=list)  # as of ``MultipleChoiceSet``
-
-
-@dataclass(frozen=True)
 class Labelled:
     """A text without line breaks and its label in words."""
 
@@ -60,7 +38,7 @@ class LabelledSet:
     """A labelled set for many-shot classification.
 
     Raises:
-        ValueError: for an empty side, fewer than two labels, or a label that only ``test`` has.
+        UserError: for an empty side, fewer than two labels, or a label that only ``test`` has.
     """
 
     name: str
@@ -90,31 +68,5 @@ class LabelledSet:
 
 
 def make_example(text: str, label: str) -> Labelled:
-    """An example with all white space replaced by single spaces."""
-    return Labelled(" ".join(text.split()), " ".join(label.split()))
-
-
-def in_words(label: str) -> str:
-    """``"card_arrival"`` as ``"card arrival"``."""
-    return " ".join(label.replace("_", " ").split())
-
-
-def check_distinct(words: dict[str, str], where: object) -> None:
-    """Raise ValueError if two labels have the same words, or a label has none."""
-    by_words: dict[str, str] = {}
-    for label, said in words.items():
-        if not said or by_words.setdefault(said, label) != label:
-            raise UserError(f"{where}: the labels {by_words.get(said, '')!r} and {label!r} read the same, {said!r}")
-
-
-def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[Labelled, ...]]:
-    """(train, test) of a set without a split: a fifth of the examples is for testing, by a hash of the text.
-
-    Test examples of a class without training examples are left out.
-    """
-    splits: tuple[list[Labelled], list[Labelled]] = ([], [])
-    for example in examples:
-        splits[hash_of_name(example.text) < TEST_SHARE].append(example)
-    train, test = splits
-    shown = {example.label for example in train}
-    return tuple(train), tuple(example for example in test if example.label in shown)
+    """An example with all white space replaced by single spaces; ``"card_arrival"`` reads ``"card arrival"``."""
+    return Labelled(" ".join(text.split()), " ".join(label.replace("_", " ").split()))

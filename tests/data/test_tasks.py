@@ -1,0 +1,263 @@
+"""Question sets from files, the hub and Python's own documentation."""
+
+import json
+
+import datasets
+import pytest
+
+from diff_transformer.data.tasks.continuations import load_continuations
+from diff_transformer.data.tasks.grounded import HUB, load_grounded
+from diff_transformer.data.tasks.labelled import COARSE, FINE, SETS, hold_out, load_labelled
+from diff_transformer.data.tasks.rows import rows_of, stem_of
+from diff_transformer.data.tasks.types import GroundedItem, Labelled, LabelledSet
+from diff_transformer.errors import UserError
+
+TRAIN = "HUM:ind Who painted the caf\xe9 at night ?\nLOC:city What is the capital of Norway ?\nNUM:date When was it ?\n"
+TEST = "LOC:other Where is the  Lofoten wall ?\n\nHUM:gr Who won ?\n"
+
+
+def write(path, *rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub whose sets are ``hub.sets``: rows by repository; ``hub.asked`` are the requests."""
+
+    class Hub:
+        sets, asked = {}, []
+
+    def load(repository, config=None, *, split=None, revision=None):
+        Hub.asked.append((repository, config, split, revision))
+        rows = Hub.sets[repository]
+        side = rows if isinstance(rows, datasets.Dataset) else datasets.Dataset.from_list(rows)
+        return side if split else datasets.DatasetDict({"train": side.select([]), "validation": side})
+
+    Hub.asked = []
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    return Hub
+
+
+def test_rows_of_files_in_every_format(tmp_path):
+    rows = [{"text": "one", "label": "a"}, {"text": "two, three", "label": "b"}]
+    write(tmp_path / "a.jsonl", *rows)
+    (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "c.csv").write_text('text,label\none,a\n"two, three",b\n')
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "d.parquet")
+    for name in ("a.jsonl", "b.json", "c.csv", "d.parquet"):
+        assert rows_of(str(tmp_path / name)) == rows
+    assert stem_of(tmp_path / "my.set-Test.jsonl.gz") == "my.set-Test"
+    (tmp_path / "empty.json").write_text("[]")
+    with pytest.raises(UserError, match="holds no rows"):
+        rows_of(str(tmp_path / "empty.json"))
+    with pytest.raises(UserError, match=r"^no file at nowhere\.json; give"):
+        rows_of("nowhere.json")
+
+
+def test_a_set_of_the_hub_that_cannot_be_downloaded(monkeypatch):
+    def load(*_, **__):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(datasets, "load_dataset", load)
+    for loading in (load_grounded, load_labelled, load_continuations):
+        with pytest.raises(UserError, match=r"cannot be read \(ConnectionError: no network\); connect this"):
+            loading("hub:acme/set")
+
+
+@pytest.fixture
+def trec(tmp_path):
+    (tmp_path / "train_5500.label").write_bytes(TRAIN.encode("latin-1"))
+    (tmp_path / "TREC_10.label").write_bytes(TEST.encode("latin-1"))
+    return tmp_path
+
+
+def test_trec(trec):
+    data = load_labelled(trec)
+    assert data.train[0] == Labelled("Who painted the caf\xe9 at night ?", "human")
+    assert data.test == (Labelled("Where is the Lofoten wall ?", "location"), Labelled("Who won ?", "human"))
+    assert (data.labels, data.text_name, data.label_name) == (("human", "location", "number"), "Question", "Type")
+    (trec / "TREC_10.label").write_text("LOC:city Where ?\n")
+    assert [example.label for example in load_labelled(trec, fine=True).train] == ["individual", "city", "date"]
+    assert {code.split(":")[0] for code in FINE} == set(COARSE)
+    (trec / "TREC_10.label").write_text("ABBR:abb What is it short for ?\n")
+    with pytest.raises(UserError, match="the test labels abbreviation are not among the training labels"):
+        load_labelled(trec)
+    (trec / "train_5500.label").write_text("HUM:ind Who ?\nno class here\n")
+    with pytest.raises(UserError, match="is not a file of TREC; its lines read 'LOC:city"):
+        load_labelled(trec)
+
+
+def test_labelled_folders_of_csv_and_of_json_lines(tmp_path):
+    (tmp_path / "csv").mkdir()
+    quoted = 'text,category\n"My card,\nwhich ""never"" came",card_arrival\nHow old must I be?,age_limit\nHm,oos\n'
+    (tmp_path / "csv" / "train.csv").write_text(quoted)
+    (tmp_path / "csv" / "test.csv").write_text("text,category\nWhere is it?,card_arrival\n")
+    (tmp_path / "csv" / "categories.json").write_text('["card_arrival", "age_limit"]')
+    data = load_labelled(tmp_path / "csv")
+    assert [example.text for example in data.train] == ['My card, which "never" came', "How old must I be?"]
+    assert [example.label for example in data.train] == ["card arrival", "age limit"]
+    assert (data.test, data.text_name) == ((Labelled("Where is it?", "card arrival"),), "Query")
+    for side in ("train", "test"):
+        write(tmp_path / f"{side}.jsonl", *({"text": f"{side} {i}", "label": "ab"[i % 2]} for i in range(4)))
+    assert [example.text for example in load_labelled(tmp_path).test] == ["test 0", "test 1", "test 2", "test 3"]
+
+
+def test_a_single_file_is_held_out_by_its_text(tmp_path):
+    rows = [{"text": f"text number {i}", "label": "odd" if i % 2 else "even"} for i in range(300)]
+    data = load_labelled(write(tmp_path / "all.jsonl", *rows))
+    assert len(data.train) + len(data.test) == 300
+    assert 30 < len(data.test) < 90
+    assert set(load_labelled(write(tmp_path / "all.jsonl", *rows[::-1])).test) == set(data.test)
+    common = [Labelled(f"text {i}", "common") for i in range(50)]
+    rare = next(Labelled(f"rare {i}", "rare") for i in range(100) if hold_out([Labelled(f"rare {i}", "rare")])[0] == ())
+    train, test = hold_out([*common, rare])
+    assert rare not in (*train, *test)
+
+
+def test_labels_of_python_s_own_documentation():
+    data = load_labelled("python")
+    assert len(data.labels) == 16
+    assert len(data.test) > 100
+    assert not {example.text for example in data.train} & {example.text for example in data.test}
+    assert all(20 <= len(example.text) <= 100 for example in data.train + data.test)
+    assert not any(example.label.lower() in example.text.lower() for example in data.train + data.test)
+    assert load_labelled("python") == data
+
+
+def test_labelled_sets_of_the_hub(hub):
+    classes = datasets.ClassLabel(names=["LOC:city", "HUM:ind"])
+    features = datasets.Features({"text": datasets.Value("string"), "fine_label": classes, "coarse_label": classes})
+    columns = {"text": ["Who ?", "Where ?"], "fine_label": [1, 0], "coarse_label": [1, 0]}
+    hub.sets["CogComp/trec"] = datasets.Dataset.from_dict(columns, features=features)
+    assert [example.label for example in load_labelled("hub:trec").train] == ["human", "location"]
+    assert [example.label for example in load_labelled("hub:trec-fine").train] == ["individual", "city"]
+    rows = [{"text": "Where?", "label": "card_arrival"}, {"text": "How old?", "label": "age_limit"}]
+    hub.sets |= {"acme/cards": rows, SETS["clinic150"][0]: [{**row, "intent": row["label"]} for row in rows]}
+    for name in ("clinic150", "acme/cards"):
+        assert load_labelled(f"hub:{name}").labels == ("age limit", "card arrival")
+    assert hub.asked[-3][:3] == ("clinc/clinc_oos", "plus", "test")
+
+
+def test_labelled_sets_that_are_none(tmp_path):
+    with pytest.raises(UserError, match="no labelled set at /nowhere"):
+        load_labelled("/nowhere")
+    with pytest.raises(UserError, match="has not one training and one test file"):
+        load_labelled(tmp_path)
+    with pytest.raises(UserError, match="has the columns a; it needs a text"):
+        load_labelled(write(tmp_path / "bad.jsonl", {"a": 1}))
+    with pytest.raises(UserError, match="0 training and 0 test texts of 0 labels"):
+        LabelledSet("none", (), ())
+
+
+HOTPOT = {
+    "_id": "h1", "question": "Where?", "answer": "Rome", "type": "bridge", "level": "easy",
+    "supporting_facts": [["A", 0]], "context": [["A", ["One.", " Two."]], ["B", ["Three."]]],
+}  # fmt: skip
+COLUMNS = {"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]}
+
+
+def given(spans=(), free="", yes_no=None, unanswerable=False) -> dict:
+    """One annotator's answer in the format of Qasper."""
+    return {"extractive_spans": [*spans], "free_form_answer": free, "yes_no": yes_no, "unanswerable": unanswerable}
+
+
+PAPER = {
+    "id": "1909.1", "title": "On Towers", "abstract": "We climb.",
+    "full_text": {"section_name": ["Steps", None], "paragraphs": [["Ten.", "More."], []]},
+    "qas": {
+        "question": ["How many?", "Steep?"],
+        "answers": [
+            {"answer": [given(spans=["ten", "more"]), given(unanswerable=True)]},
+            {"answer": [given(yes_no=False), given(free="Quite")]},
+        ],
+    },
+}  # fmt: skip
+
+
+def only(path) -> GroundedItem:
+    (items,) = load_grounded(str(path)).values()
+    assert len(items) == 1
+    return items[0]
+
+
+def test_summaries(tmp_path):
+    xsum = only(write(tmp_path / "xsum.jsonl", {"document": "A long story.", "summary": " Short. ", "id": "7"}))
+    assert xsum == GroundedItem("summary", "A long story.", references=("Short.",), id="7")
+    cnn = only(write(tmp_path / "cnn.jsonl", {"article": "Text.", "highlights": "One .\nTwo .", "id": "c"}))
+    assert (cnn.document, cnn.references) == ("Text.", ("One .\nTwo .",))
+    news = only(write(tmp_path / "news.jsonl", {"document": "First. ||||| Second. |||||", "summary": "Both."}))
+    assert news.document == "First.\n\nSecond."
+
+
+def test_questions(tmp_path):
+    (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT]))
+    text = "A\nOne. Two.\n\nB\nThree."
+    assert only(tmp_path / "hotpot.json") == GroundedItem("question", text, "Where?", ("Rome",), id="h1")
+    for context in (COLUMNS, json.dumps(HOTPOT["context"])):
+        assert only(write(tmp_path / "hub.jsonl", {**HOTPOT, "context": context})).document == text
+    simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
+    assert simple == GroundedItem("question", "D", "Q?", ("a", "b"), id="0")
+    ((first, second),) = load_grounded(str(write(tmp_path / "papers.jsonl", PAPER))).values()
+    assert first.document == second.document == "On Towers\n\nWe climb.\n\nSteps\nTen.\nMore."
+    assert (first.question, first.references) == ("How many?", ("ten, more", "unanswerable"))
+    assert (second.references, second.id) == (("no", "Quite"), "1909.1-1")
+
+
+def test_several_sources_samples_and_seeds(tmp_path):
+    rows = [{"document": f"D{i}", "summary": f"S{i}"} for i in range(30)]
+    path, other = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[:3])
+    sets = load_grounded(f"{path}, {other}", samples=5)
+    assert {name: len(items) for name, items in sets.items()} == {"a": 5, "b": 3}
+    assert load_grounded(f"{path}", samples=5)["a"] == sets["a"]
+    assert load_grounded(f"{path}", samples=5, seed=1)["a"] != sets["a"]
+    assert set(load_grounded(f"{path}", samples=4)["a"]) < set(sets["a"])
+    assert {*load_grounded(str(tmp_path))} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"text": "x"},
+        {"document": "d", "question": "q"},
+        {"document": "d", "question": "q", "answers": [3]},
+        {"document": "d", "question": "q", "answers": []},
+        {"question": "q", "answer": "a", "context": [["A"]]},
+        {"document": 3, "summary": "s"},
+    ],
+)
+def test_grounded_rows_that_cannot_be_read_are_named(tmp_path, row):
+    with pytest.raises(UserError, match=r"row 0 of .*bad\.jsonl cannot be read \(.*\); accepted rows are"):
+        load_grounded(str(write(tmp_path / "bad.jsonl", row)))
+
+
+def test_the_six_sets_of_the_hub(hub):
+    hub.sets |= {
+        "EdinburghNLP/xsum": [{"document": "D", "summary": "S", "id": "1"}],
+        "abisee/cnn_dailymail": [{"article": "D", "highlights": "S", "id": "1"}],
+        "alexfabbri/multi_news": [{"document": "D ||||| E", "summary": "S"}],
+        "allenai/qasper": [PAPER],
+        "hotpotqa/hotpot_qa": [{**HOTPOT, "context": COLUMNS, "supporting_facts": None}],
+        "framolfese/2WikiMultihopQA": [{**HOTPOT, "context": COLUMNS, "supporting_facts": None}],
+        "someone/news": [{"document": "V", "summary": "v"}],
+    }
+    sets = load_grounded("hub:all")
+    assert list(sets) == list(HUB) == ["xsum", "cnn_dailymail", "multi_news", "qasper", "hotpotqa", "2wikimultihopqa"]
+    assert [items[0].kind for items in sets.values()] == ["summary"] * 3 + ["question"] * 3
+    assert hub.asked[1] == ("abisee/cnn_dailymail", "3.0.0", "test", None)
+    assert load_grounded("hub:someone/news")["news"][0].document == "V"
+    with pytest.raises(UserError, match="data is ','"):
+        load_grounded(",")
+
+
+def test_continuations_of_a_file_and_of_the_hub(tmp_path, hub):
+    row = {"activity_label": "Skiing", "ctx": "A man stands. He", "endings": ["sits.", "flies.", "skis."], "label": "2"}
+    (item,) = load_continuations(str(write(tmp_path / "val.jsonl", row)))
+    assert (item.question, item.choices[item.answer]) == ("Skiing: A man stands. He", "skis.")
+    with pytest.raises(UserError, match="is not one of HellaSwag"):
+        load_continuations(str(write(tmp_path / "bad.jsonl", {**row, "label": "3"})))
+    hub.sets["some/set"] = [{"ctx": f"context {i}", "endings": ["x", "y"], "label": "1"} for i in range(9)]
+    items = load_continuations("hub:some/set", seed=1)
+    assert hub.asked[-1][2] == "validation"
+    assert len({item.question for item in items}) == 9
+    assert items == load_continuations("hub:some/set", seed=1) != load_continuations("hub:some/set", seed=2)
