@@ -9,7 +9,7 @@ from rich.table import Table
 from diff_transformer.checks import require_positive
 from diff_transformer.lab.sides import name_of
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.cost import BF16_PEAK_FLOPS, communication_bytes, model_cost, training_seconds
+from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_seconds
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import PRESETS, preset
 
@@ -126,21 +126,13 @@ def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
     table.add_row("sum", *(f"{used.gib:.1f}" for used in needed.values()))
     table.add_row(f"fits {room:.1f} GiB", *("yes" if used.gib <= room else "no" for used in needed.values()))
     chosen = next((what for what, used in needed.items() if used.gib <= room), None)
-    sent = communication_bytes(
-        config, tokens=rows * run.data.length // parallel.context_parallel, passes=passes,
-        devices=gpus // (parallel.tensor_parallel * parallel.replicas), replicas=parallel.replicas,
-        sharded=strategy == "fsdp", mixed=run.train.precision == "bf16-mixed", recomputes=chosen in ("full", None),
-        tensor_parallel=parallel.tensor_parallel, context_parallel=parallel.context_parallel,
-    )  # fmt: skip
     tokens = run.train.batch_size * run.data.length
     seconds = training_seconds(
         config, tokens=tokens, length=run.data.length, devices=gpus, peak_flops=BF16_PEAK_FLOPS["H100"]
     )
     lines = [
         f"{FILLED:.0%} of {memory:g} GiB may be used; the allocator takes 5 to 20 % more than these sums.",
-        f"A step computes for {seconds:.2f} s on H100s at 40 % of their peak, and each GPU sends "
-        + (", ".join(f"{count / 1e9:,.1f} GB for {what}" for what, count in sent.items()) or "nothing")
-        + ".",
+        f"A step computes for {seconds:.2f} s on H100s at 40 % of their peak.",
     ]
     if chosen is not None:
         lines.append(f"It fits with train.activation_checkpointing={chosen}: {needed[chosen].gib:.1f} GiB.")

@@ -5,33 +5,23 @@ between them differs. Legend: B batch, T queries, S keys, d head width, dv width
 ``count_heads`` in ``model/heads.py`` defines how many heads queries, keys, values and outputs have.
 """
 
-import inspect
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from diff_transformer.checks import refuse_keywords, require_positive
+from diff_transformer.checks import require_known, require_positive
 from diff_transformer.errors import UserError
-from diff_transformer.model.caches import is_paged, mask_unused_slots, slots_in_use, update_cache, update_paged_cache
+from diff_transformer.model.caches import mask_unused_slots, slots_in_use, update_cache
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.dint import DintCore
-from diff_transformer.model.heads import (
-    ATTENTIONS,
-    HeadCounts,
-    Variant,
-    check_attention,
-    check_window,
-    count_heads,
-    default_key_value_heads,
-    variant_of,
-)
-from diff_transformer.model.implementations import attention_backend, check_backend
+from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
+from diff_transformer.model.implementations import attention_backend
 from diff_transformer.model.inputs import Packing, Visible, with_key_padding
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
 from diff_transformer.ops.arguments import flag
+from diff_transformer.ops.backends import BACKENDS
 from diff_transformer.ops.reference import DiffMaps
 
 
@@ -79,7 +69,7 @@ class Attention(nn.Module):
         self,
         hidden_states: Tensor,
         context: Tensor | None = None,
-        *others: Tensor,
+        *,
         attention_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
         query_padding_mask: Tensor | None = None,
@@ -92,7 +82,6 @@ class Attention(nn.Module):
         output_attentions: bool = False,
         output_attention_parts: bool = False,
         past_key_values=None,
-        **options,
     ) -> tuple[Tensor, Tensor | DiffMaps | None]:
         """Attend from ``hidden_states [B, T, hidden_size]`` to itself, or to ``context [B, S, context_size]``.
 
@@ -108,8 +97,7 @@ class Attention(nn.Module):
                 cache's length.
             position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
             cache: a transformers ``Cache`` that receives the new keys and values. With a static cache, masks have one
-                column for each of its slots. Or the paged cache of continuous batching, with its arguments as
-                ``options``.
+                column for each of its slots.
             is_causal: overrides the module's own setting.
             documents: packed documents, none of which attends to another; excludes masks, cache and maps.
             visible: all of the above about masks in one record, as a model builds it for its layers.
@@ -121,18 +109,9 @@ class Attention(nn.Module):
             ``(out [B, T, hidden_size], weights or None)``; a fully masked row gives 0.
 
         Raises:
-            TypeError: for an unknown argument, such as ``attn_mask``, for (query, key, value), or an ``is_causal`` that
-                is not a bool.
-            ValueError: for inputs that are not a batch of sequences, and for arguments that exclude one another.
+            UserError: for inputs that are not a batch of sequences, and for arguments that exclude one another.
         """
         cache = past_key_values if cache is None else cache
-        if options and not is_paged(cache):
-            refuse_keywords(type(self).__name__, options, _arguments(self.forward))
-        if others:
-            raise UserError(
-                f"{type(self).__name__} was called with {2 + len(others)} tensors; it projects q, k and v "
-                "itself: call it with (x) for self-attention, or with (x, context) for cross-attention"
-            )
         if cache is not None and self.core.variant.means:
             raise UserError("attention='dint' takes means over whole rows; call it without a cache (use_cache=False)")
         q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, cache)
@@ -143,9 +122,7 @@ class Attention(nn.Module):
             visible = self._complete(visible, q.shape[2], k, key_padding_mask, cache, context)
         if visible.documents is not None and with_maps:
             raise UserError("packed documents came with attention maps as output, which are not computed for them")
-        if is_paged(cache):
-            k, v = update_paged_cache(cache, k, v, self.layer_idx, visible.mask, options)
-        elif cache is not None:
+        if cache is not None:
             k, v = update_cache(cache, k, v, self.layer_idx)
             if visible.slots is not None:
                 k, v = k[:, :, : visible.slots], v[:, :, : visible.slots]
@@ -183,15 +160,11 @@ class Attention(nn.Module):
         return self(hidden_states, context, output_attention_parts=True, **options)[1]
 
     def _project(self, hidden_states, context, position_ids, position_embeddings, cache) -> tuple[Tensor, ...]:
-        """Queries, keys and values with their positions, each [B, heads, length, width].
-
-        Raises:
-            ValueError: for inputs that are not a batch of sequences, or a context together with a rotary embedding.
-        """
-        _check_sequences("hidden_states", hidden_states, "hidden_size")
-        if context is not None:
-            _check_sequences("context", context, "context_size")
+        """Queries, keys and values with their positions, each [B, heads, length, width]."""
         source = hidden_states if context is None else context
+        for name, x in (("hidden_states", hidden_states), ("the context", source)):
+            if x.dim() != 3:
+                raise UserError(f"{name} has the shape {list(x.shape)}; give [batch, length, width]")
         q = _by_head(self.q_proj(hidden_states), self.head_dim)  # [B, T, query heads, d]
         k = _by_head(self.k_proj(source), self.head_dim)  # [B, S, key heads, d]
         v = _by_head(self.v_proj(source), self.value_dim)  # [B, S, value heads, dv]
@@ -200,10 +173,7 @@ class Attention(nn.Module):
         tables = position_embeddings or self._rotary_tables(position_ids, q.shape[1], cache, q.device)
         if tables is not None:
             if context is not None:
-                raise UserError(
-                    "a context came to attention with a rotary embedding, but its keys have no positions among the "
-                    "queries'; leave out rope_theta (or position_embeddings) for cross-attention"
-                )
+                raise UserError("a context has no positions among the queries'; leave out rope_theta for it")
             q, k = self.rotate(q, k, *tables)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
@@ -219,47 +189,26 @@ class Attention(nn.Module):
         if position_ids is None:
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             position_ids = torch.arange(queries, device=device)[None] + start
-        if position_ids.dim() != 2:
-            raise UserError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
     def _complete(
         self, visible: Visible, queries: int, k: Tensor, key_padding_mask: Tensor | None, cache, context
     ) -> Visible:
-        """``visible`` with padding, window and the unused slots of a static cache; call before updating the cache.
-
-        Raises:
-            ValueError, TypeError: for arguments that exclude one another, or a mask of integers.
-        """
+        """``visible`` with padding, window and the unused slots of a static cache; call before updating the cache."""
         mask, causal, _, documents, tokens, slots = visible
         window, keys = self.core.window, k.shape[2]
-        if not causal and mask is None and window is not None:
-            raise UserError(
-                f"window={window} without is_causal=True; a window counts back from the query's own position. Give a "
-                "band as attention_mask instead"
-            )
-        if not causal and mask is None and keys > 1 and getattr(self.core, "is_causal", False):
-            raise UserError(
-                "attention='dint' was built with is_causal=True and takes running means; build it with is_causal=False"
-            )
-        if mask is not None and mask.dtype != torch.bool and not mask.is_floating_point():
-            raise UserError(f"attention_mask is {mask.dtype}; give bool (True = attend) or an additive mask")
+        if documents is not None and (mask is not None or key_padding_mask is not None or cache is not None):
+            raise UserError("packed documents came with a mask or a cache; they say themselves what may be attended to")
         if tokens is None and key_padding_mask is not None and context is None:
             tokens = key_padding_mask[:, -queries:]
-        if cache is not None and not is_paged(cache):
+        if cache is not None:
             of_call = cache, self.layer_idx, queries
             slots, (keys, _) = slots_in_use(*of_call, window), cache.get_mask_sizes(queries, self.layer_idx)
             masked = key_padding_mask is not None or (mask is not None and mask.shape[-1] != slots)
             if slots is None or not causal or masked:
                 slots, (mask, causal) = None, mask_unused_slots(*of_call, mask, causal, window, k.device)
         mask = with_key_padding(mask, key_padding_mask, k.shape[0], keys)
-        excluded = {"a mask": mask is not None, "a cache": cache is not None, "a context": context is not None}
-        wrong = [name for name, present in excluded.items() if present and documents is not None]
-        if wrong:
-            raise UserError(
-                f"packed documents came with {' and '.join(wrong)}; they say themselves what may be attended to"
-            )
-        return Visible(mask, causal, window if causal else None, documents, tokens, slots)
+        return Visible(mask, causal, window if causal or mask is None else None, documents, tokens, slots)
 
 
 class DiffAttention(Attention):
@@ -289,14 +238,13 @@ class DiffAttention(Attention):
         qk_norm: whether each query and key head passes an RMSNorm over ``head_dim`` before the rotary embedding, with
             one weight for all query heads and one for all key heads (the paper has none).
         lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, backend: as in
-            ``DiffTransformerConfig``.
+            ``DiffTransformerConfig``. Those of a part that the variant lacks are ignored.
 
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does; ``torch.nn.Sequential``
     needs a wrapper that returns the first.
 
     Raises:
-        TypeError: for a size that is not a number, a backend that is not a name, an ``is_causal`` that is not a bool.
-        ValueError: for sizes that are not positive, head counts that are odd or do not divide, unknown values, and
+        UserError: for sizes that are not positive, head counts that are odd or do not divide, unknown values, and
             arguments that exclude one another.
     """
 
@@ -324,14 +272,7 @@ class DiffAttention(Attention):
         window: int | None = None,
         bias: bool = False,
         qk_norm: bool = False,
-        **unknown,
     ):
-        if "dropout" in unknown:
-            raise UserError(
-                "DiffAttention has no argument 'dropout': the paper trains without attention dropout; apply "
-                "torch.nn.Dropout to the layer's output"
-            )
-        refuse_keywords(type(self).__name__, unknown, _arguments(type(self).__init__)[1:])
         require_positive(
             hidden_size=hidden_size,
             num_heads=num_heads,
@@ -350,8 +291,7 @@ class DiffAttention(Attention):
             raise UserError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
         if attention == "softmax":
             raise UserError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
-        check_backend(backend)
-        is_causal = flag("is_causal", is_causal)
+        require_known("backend", backend, ("auto", *BACKENDS))
         if rope_theta is not None and head_dim % 2:
             raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         if window is not None and not is_causal:
@@ -361,9 +301,7 @@ class DiffAttention(Attention):
             )
         if isinstance(attention, Variant):
             variant = attention
-            check_window(variant, window)
         else:
-            check_attention(attention, ATTENTIONS[:-1])
             variant = variant_of(
                 SimpleNamespace(
                     attention=attention, lambda_init=lambda_init, lambda_depth_offset=0, lambda_std=lambda_std,
@@ -388,39 +326,10 @@ class DiffAttention(Attention):
             rope_theta=rope_theta,
             layer_idx=layer_index,
             bias=bias,
-            qk_norm=norm_eps if flag("qk_norm", qk_norm) else None,
+            qk_norm=norm_eps if qk_norm else None,
         )
-
-
-def _arguments(function: Callable) -> list[str]:
-    named = inspect.signature(function).parameters.values()
-    return [x.name for x in named if x.kind not in (x.VAR_KEYWORD, x.VAR_POSITIONAL)]
-
-
-def _check_sequences(name: str, x: Tensor, width: str):
-    if not isinstance(x, Tensor):
-        hint = (
-            "; a layer of attention returns (out, weights): in torch.nn.Sequential, wrap it in a module that returns "
-            "out alone"
-            if isinstance(x, tuple)
-            else ""
-        )
-        raise UserError(f"{name} is a {type(x).__name__}; give a tensor [batch, length, {width}]{hint}")
-    if x.dim() != 3:
-        hint = "; for one sequence x give x[None]" if x.dim() == 2 else ""
-        raise UserError(f"{name} has shape {list(x.shape)}; accepted: [batch, length, {width}]{hint}")
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:
-    """``[B, length, heads * width]`` as ``[B, length, heads, width]``, also of no rows.
-
-    Raises:
-        ValueError: for a part of a head, where tensor parallel has split one.
-    """
-    if x.shape[2] % width:
-        raise UserError(
-            f"a projection gives {x.shape[2]} channels, which are no whole heads of width {width}: tensor parallel has "
-            "split a head between processes; take a number of processes that divides the value heads "
-            "(config.heads.values)"
-        )
+    """``[B, length, heads * width]`` as ``[B, length, heads, width]``, also of no rows."""
     return x.view(*x.shape[:2], x.shape[2] // width, width)

@@ -1,13 +1,11 @@
-"""Write to and read from transformers' caches: dynamic, static and paged.
+"""Write to and read from transformers' caches, dynamic and static.
 
-The static and the paged cache need keys and values with equally many heads. Differential attention has m key heads of
-width d and g = m / 2 value heads of width 2d: the same numbers, viewed in another shape. Legend: B batch, T new tokens,
-S keys in the cache.
+A static cache needs keys and values with equally many heads. Differential attention has m key heads of width d and
+g = m / 2 value heads of width 2d: the same numbers, viewed in another shape. Legend: B batch, T new tokens, S keys.
 """
 
 import torch
 from torch import Tensor
-from transformers import Cache
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 from diff_transformer.errors import UserError
@@ -16,13 +14,6 @@ from diff_transformer.ops.arguments import traced
 # transformers' name for a model's cache, as an argument and in outputs: "cache" from version 5.24 on. The models here
 # take both.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
-
-_PAGED_NEEDS = "continuous batching needs attn_implementation='sdpa' or 'eager'"
-
-
-def is_paged(cache) -> bool:
-    """True if ``cache`` is that of continuous batching, which is no ``Cache`` and comes with arguments of its own."""
-    return cache is not None and not isinstance(cache, Cache)
 
 
 def slots_in_use(cache, layer_idx: int, queries: int, window: int | None) -> int | None:
@@ -76,7 +67,6 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     if v.shape[1] == k.shape[1]:
         return cache.update(k, v, layer_idx)
     if not getattr(cache, "is_compileable", False):
-        _pair_foreign_values(cache, k, v, layer_idx)
         return cache.update(k, v, layer_idx)
     k = pair_side_by_side(k, v.shape[1])  # [B, g, T, 2d]
     layer = cache.layers[layer_idx]
@@ -95,48 +85,6 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     updated = cache.update(k, v, layer_idx)
     layer.keys, layer.values = allocated
     return updated
-
-
-def _pair_foreign_values(cache, k: Tensor, v: Tensor, layer_idx: int):
-    """Bring the values of a dynamic cache that other code filled, such as PEFT's prefix tuning, into our shape.
-
-    Other code makes m value heads of width d, as many as key heads: ``[B, m, S, d]`` becomes ``[B, g, S, 2d]``.
-    """
-    layers = getattr(cache, "layers", [])
-    held = getattr(layers[layer_idx], "values", None) if layer_idx < len(layers) else None
-    if held is not None and held.dim() == 4 and held.shape[1] == k.shape[1] != v.shape[1] and held.numel():
-        layers[layer_idx].values = pair_side_by_side(held, v.shape[1])
-
-
-def update_paged_cache(
-    cache, k: Tensor, v: Tensor, layer_idx: int, mask: Tensor | None, options: dict
-) -> tuple[Tensor, Tensor]:
-    """Write new keys and values to the paged cache of continuous batching; return those of all requests, concatenated.
-
-    Args:
-        cache: transformers' ``PagedAttentionCache``.
-        k: ``[1, m, T, d]``, T new tokens of all requests in a row.
-        v: ``[1, g, T, dv]`` with ``g dv = m d``.
-        mask: which of the returned keys each token sees.
-        options: further arguments of continuous batching: where to write and what to read.
-
-    Returns:
-        ``k [1, m, S, d]`` and ``v [1, g, S, dv]``.
-
-    Raises:
-        ValueError: if values and keys have different sizes, or the attention implementation gives no mask.
-    """
-    heads, parts = v.shape[1], v.shape[3] // k.shape[3]
-    if mask is None:
-        raise UserError(f"no mask came with the paged cache; {_PAGED_NEEDS}")
-    if heads * parts != k.shape[1]:
-        raise UserError(
-            f"{k.shape[1]} key heads of width {k.shape[3]} and {heads} value heads of width {v.shape[3]}; the paged "
-            "cache holds as many numbers for values as for keys"
-        )
-    narrow = v.unflatten(-1, (parts, -1)).transpose(2, 3).flatten(1, 2)  # [1, m, T, d]
-    k, narrow = cache.update(k, narrow, layer_idx, options)
-    return k, pair_side_by_side(narrow, heads)
 
 
 def pair_side_by_side(x: Tensor, heads: int) -> Tensor:

@@ -1,28 +1,17 @@
 """The configuration of the DIFF Transformer and of its matched Transformer: one class, one field apart."""
 
-import difflib
 import os
-import warnings
-from dataclasses import replace
-from functools import cache
 from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedConfig
+from transformers import GenerationConfig, PreTrainedConfig
 
+from diff_transformer.checks import did_you_mean, require_known
 from diff_transformer.errors import UserError
-from diff_transformer.model.heads import ATTENTIONS as ATTENTIONS
-from diff_transformer.model.heads import (
-    CORES,
-    HeadCounts,
-    Variant,
-    check_attention,
-    count_heads,
-    default_key_value_heads,
-    variant_of,
-)
-from diff_transformer.model.implementations import check_backend
+from diff_transformer.model.heads import CORES, HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
+from diff_transformer.model.matching import cost_matched
+from diff_transformer.ops.backends import BACKENDS
 
 ACTIVATIONS = ("silu", "poly_norm")
 CODE = "diff_transformer_code"  # a file beside the weights, for AutoModel with trust_remote_code=True
@@ -61,11 +50,12 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     ``num_attention_heads`` and ``num_key_value_heads`` count the heads of the *matched Transformer* (3B: 24), so the
     two configurations of a pair differ in the field ``attention`` alone; ``num_diff_heads`` is the paper's h (12).
+    Fields of a part that the variant lacks (``CORES`` in ``model/heads.py``) are ignored: for ``"diff_v2"``,
+    ``"diff_v3"``, ``"gated"`` and ``"softmax"`` those of lambda and of the head norm.
 
     Raises:
-        TypeError: for a size that is not a number.
-        ValueError: for sizes that are not positive or do not divide, unknown values, and unknown keys. A file may hold
-            unknown keys: they are kept as attributes, with one warning.
+        UserError: for sizes that are not positive or do not divide, unknown values, and unknown keys. A file may hold
+            unknown keys, which become attributes.
     """
 
     model_type = "diff_transformer"
@@ -128,18 +118,16 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Added to the layer's index in that formula; -1 for checkpoints that count layers from -1."""
 
     lambda_learned: bool = True
-    """False fixes lambda at ``lambda_init``; not for ``"diff_v2"``."""
+    """False fixes lambda at ``lambda_init``."""
 
     lambda_std: float = 0.1
     """Standard deviation of the lambda vectors at initialisation."""
 
     head_norm: bool | str = True
-    """RMSNorm on each head's output: True (with a weight as wide as the head), ``"no_weight"``, or False.
-    ``"diff_v2"`` has neither a head norm nor a ``lambda_init``."""
+    """RMSNorm on each head's output: True (with a weight as wide as the head), ``"no_weight"``, or False."""
 
     softmax_head_norm: bool = False
-    """The same norm, with a weight of width d, on the heads of softmax attention (ablation of Table 6); for
-    ``attention="softmax"`` only."""
+    """The same norm, with a weight of width d, on the heads of ``attention="softmax"`` (ablation of Table 6)."""
 
     head_norm_eps: float | None = None
     """Epsilon of the head norm; None means ``rms_norm_eps``."""
@@ -180,17 +168,12 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Token id, or ids, that end a text."""
 
     def __post_init__(self, **kwargs: Any):
-        for key in _unknown(kwargs):
-            near = difflib.get_close_matches(key, sorted(self.__class__.__dataclass_fields__), n=1)
-            hint = f"did you mean {near[0]!r}?" if near else "see the documentation of DiffTransformerConfig"
-            raise UserError(f"DiffTransformerConfig has no field {key!r}; {hint}")
+        for key in _foreign(kwargs):
+            raise UserError(f"DiffTransformerConfig has no field {key!r}{did_you_mean(key, self.__dataclass_fields__)}")
+        require_known("attention", self.attention, CORES)
         self._check_sizes()
-        check_attention(self.attention)
         if self.num_key_value_heads is None:
-            row = CORES[self.attention]
-            if row.signal_heads > 1:
-                row = replace(row, signal_heads=self.signal_heads_per_noise_head)
-            self.num_key_value_heads = default_key_value_heads(row, self.num_attention_heads)
+            self.num_key_value_heads = default_key_value_heads(self.variant, self.num_attention_heads)
         if self.head_dim is None:
             if self.hidden_size % self.num_attention_heads:
                 raise UserError(
@@ -208,20 +191,13 @@ class DiffTransformerConfig(PreTrainedConfig):
         """A configuration from the content of a file; ``kwargs`` override it.
 
         Keys that no field has (of other tools, other versions, a user's notes) become attributes, so that
-        ``save_pretrained`` writes them again. One warning names them.
+        ``save_pretrained`` writes them again.
         """
         config_dict = {key: value for key, value in config_dict.items() if key != "auto_map"}
-        foreign = _unknown({key: value for key, value in config_dict.items() if key not in cls.__dataclass_fields__})
-        if foreign:
-            _warn_of_foreign_keys(tuple(foreign))
-        try:
-            made = super().from_dict({key: value for key, value in config_dict.items() if key not in foreign}, **kwargs)
-        except ValueError as error:
-            raise UserError(f"config.json: {error}") from error
-        config = made[0] if isinstance(made, tuple) else made
-        for key, value in foreign.items():
-            setattr(config, key, value)
-        return made
+        foreign = {key: config_dict.pop(key) for key in _foreign(config_dict)}
+        result = super().from_dict(config_dict, **kwargs)
+        vars(result[0] if isinstance(result, tuple) else result).update(foreign)
+        return result
 
     def save_pretrained(self, save_directory: str | os.PathLike, *args, **kwargs):
         """As in transformers, with a file that imports this package for ``trust_remote_code=True``."""
@@ -237,15 +213,16 @@ class DiffTransformerConfig(PreTrainedConfig):
         """Do nothing: a folder brings no code but an import."""
 
     def check(self):
-        """Raise ValueError for sizes that are not positive or do not fit together, and for unknown values.
+        """Raise UserError for sizes that do not fit together, and for unknown values.
 
         A model checks again, because ``from_pretrained(folder, attention=...)`` sets fields of an existing
         configuration.
         """
         self._check_sizes()
-        check_backend(self.backend)
+        require_known("backend", self.backend, ("auto", *BACKENDS))
+        require_known("hidden_act", self.hidden_act, ACTIVATIONS)
         norm_init, head_dim = self.head_norm_init, self.head_dim
-        if isinstance(norm_init, list | tuple) and len(norm_init) != self.num_hidden_layers:
+        if isinstance(norm_init, list) and len(norm_init) != self.num_hidden_layers:
             raise UserError(
                 f"head_norm_init has {len(norm_init)} values for {self.num_hidden_layers} layers; give one number for "
                 "all layers, or one for each"
@@ -264,8 +241,6 @@ class DiffTransformerConfig(PreTrainedConfig):
             if not value >= 0 or (kind is Integral and value == 0):
                 raise UserError(f"{name} is {value}; it must be {'positive' if kind is Integral else '0 or more'}")
             setattr(self, name, int(value) if kind is Integral else float(value))  # of NumPy's scalars
-        if self.hidden_act not in ACTIVATIONS:
-            raise UserError(f"hidden_act is {self.hidden_act!r}; accepted: {', '.join(map(repr, ACTIVATIONS))}")
 
     @property
     def heads(self) -> HeadCounts:
@@ -300,38 +275,11 @@ class DiffTransformerConfig(PreTrainedConfig):
     def base_model_tp_plan(self, plan: dict | None):  # ty: ignore[incompatible-property-override]
         """Ignore what transformers before 5.20 adds for tied embeddings: each process keeps the whole embedding."""
 
-    @property
-    def output_attentions(self) -> bool:
-        """True if a forward pass returns attention maps by default; any ``attn_implementation`` can."""
-        return bool(self._output_attentions)
 
-    @output_attentions.setter
-    def output_attentions(self, value: bool):
-        self._output_attentions = value
-
-    def validate(self):
-        """Validate as transformers does, but accept ``output_attentions`` with any ``attn_implementation``."""
-        maps, self._output_attentions = self._output_attentions, False
-        try:
-            super().validate()  # ty: ignore[missing-attribute]  (huggingface_hub's strict dataclasses add it)
-        finally:
-            self._output_attentions = maps
-
-
-def _unknown(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Those of the given keys that belong neither to this package nor to transformers."""
-    from transformers import GenerationConfig
-
-    known = _TRANSFORMERS_KEYS | set(GenerationConfig().to_dict())
-    return {key: value for key, value in kwargs.items() if key not in known and not key.startswith("_")}
-
-
-@cache
-def _warn_of_foreign_keys(keys: tuple[str, ...]):
-    warnings.warn(
-        f"config.json has keys that DiffTransformerConfig does not use: {', '.join(keys)}; they are kept as attributes",
-        stacklevel=2,
-    )
+def _foreign(settings: dict[str, Any]) -> list[str]:
+    """Those of the keys that belong neither to this package nor to transformers."""
+    known = {*DiffTransformerConfig.__dataclass_fields__, *GenerationConfig().to_dict(), *_TRANSFORMERS_KEYS}
+    return [key for key in settings if key not in known and not key.startswith("_")]
 
 
 def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
@@ -342,6 +290,4 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     ``"dint"``, which computes more. For ``"diff_v2"`` and ``"grouped_diff"`` ``intermediate_size`` differs too: see
     ``cost_matched`` in ``model/matching.py``.
     """
-    from diff_transformer.model.matching import cost_matched
-
     return cost_matched(config, attention="softmax", softmax_head_norm=False)

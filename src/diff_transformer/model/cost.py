@@ -191,52 +191,6 @@ def training_memory(
     )
 
 
-def communication_bytes(
-    config,
-    *,
-    tokens: int,
-    passes: int = 1,
-    devices: int = 1,
-    replicas: int = 1,
-    sharded: bool = True,
-    mixed: bool = True,
-    recomputes: bool = False,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-) -> dict[str, int]:
-    """Bytes that each device sends in a training step, by ring algorithms, for what.
-
-    - "weights": FSDP2 gathers a layer's weights in the forward and in the backward pass, in bf16 if ``mixed``, and
-      embedding and output matrix once, in fp32.
-    - "gradients": in fp32; FSDP2 reduces and scatters them in every pass, DDP reduces them once a step, and so
-      does HSDP over replicas.
-    - "layers": tensor parallel sums two vectors of a token in each layer, forward and backward.
-    - "rows": context parallel gathers keys and values in each layer and scatters their gradients.
-
-    Args:
-        tokens: tokens in one pass on one device.
-        passes: forward and backward passes of a step.
-        devices, tensor_parallel, context_parallel: as in ``training_memory``.
-        replicas: copies of the model, each on so many devices (HSDP).
-        sharded: whether ``devices`` share the weights (FSDP2); otherwise each has them whole (DDP).
-        recomputes: whether the backward pass computes a layer's output again.
-    """
-    ways, computed, layers = tensor_parallel, 2 if mixed else 4, config.num_hidden_layers
-    parts = count_parameters(config)
-    total = sum(parts.values()) // ways
-    outside = (parts["embedding"] + parts["head"]) // ways
-    others, runs = (devices - 1) / devices, 3 if recomputes else 2
-    heads = config.heads
-    of_a_token = computed * (heads.keys * heads.head_dim + heads.values * heads.value_dim) // ways
-    sent = {
-        "weights": sharded * passes * others * (2 * computed * (total - outside) + 4 * outside),
-        "gradients": 4 * total * (others * (passes if sharded else 2) + 2 * (replicas - 1) / replicas / devices),
-        "layers": passes * layers * runs * 2 * 2 * (ways - 1) / ways * tokens * config.hidden_size * computed,
-        "rows": passes * layers * runs * (context_parallel - 1) * tokens * of_a_token,
-    }
-    return {what: round(count) for what, count in sent.items() if count}
-
-
 def layer_activation_bytes(config, *, mixed: bool, ways: int = 1) -> int:
     """Bytes for each token that one layer saves for its backward pass, if ``ways`` devices share it by heads.
 

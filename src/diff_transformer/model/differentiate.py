@@ -25,8 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, Cache, PreTrainedModel
-from transformers.masking_utils import sdpa_mask
+from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.pytorch_utils import Conv1D
 
@@ -445,4 +444,3 @@ def maps_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 for _name in OWN_NAMES:
     AttentionInterface.register(_name, partial(attend, backend=IMPLEMENTATIONS[_name].diff))
-    AttentionMaskInterface.register(_name, sdpa_mask)

@@ -5,12 +5,10 @@
 A row of ``CORES`` says which parts a variant has; ``dataclasses.replace`` turns a row into an ablation.
 """
 
-import math
 from dataclasses import dataclass, replace
-from numbers import Real
 from typing import Any, NamedTuple
 
-from diff_transformer.checks import did_you_mean
+from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
 
 
@@ -57,11 +55,8 @@ class Variant:
         return (self.gate is not None) + (self.lam == "token")
 
     def __post_init__(self):
-        one, has_init, start = self.maps == 1, self.lam in ("learned", "fixed"), self.lambda_init
-        number = isinstance(start, Real) and not isinstance(start, bool) and math.isfinite(float(start))
-        second = self.shared_keys or self.lam or self.initial_ratio or self.signal_heads > 1 or self.means
-        second = second or self.gate == "first"
-        ratio, most = self.initial_ratio, 2 if self.gate == "first" else 1
+        has_init, start, ratio = self.lam in ("learned", "fixed"), self.lambda_init, self.initial_ratio
+        most = 2 if self.gate == "first" else 1
         for wrong, sentence in (
             (self.maps not in (1, 2), f"maps is {self.maps!r}; accepted: 1, 2"),
             (self.lam not in (None, "learned", "fixed", "token"),
@@ -70,21 +65,18 @@ class Variant:
              f"gate is {self.gate!r}; accepted: first, result, normed"),
             (self.head_norm not in (None, "plain", "weighted"),
              f"head_norm is {self.head_norm!r}; accepted: plain, weighted"),
-            (self.signal_heads < 1, f"signal_heads is {self.signal_heads}; it must be positive"),
-            (one and second, "maps=1 has no second map for shared_keys, lam, initial_ratio, signal_heads, means or "
-             "gate='first'"),
-            (not one and self.lam is None, "the second of two maps needs a weight: give lam"),
+            (self.maps == 1 and (self.lam or self.gate == "first"), "lam and gate='first' need maps=2"),
+            (self.maps == 2 and self.lam is None, "the second of two maps needs a weight: give lam"),
             (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
-            (start != "depth" and not has_init, "lambda_init belongs to lam='learned' or 'fixed'"),
-            (start != "depth" and not number, f"lambda_init is {start!r}; accepted: 'depth' or a number"),
-            (number and float(start) >= 1, f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which "
-             "must be positive: give a number below 1, or 'depth'"),
-            (ratio is not None and self.lam != "token", "initial_ratio belongs to lam='token'; set lambda_init"),
+            (start != "depth" and not isinstance(start, int | float),
+             f"lambda_init is {start!r}; accepted: 'depth' or a number"),
+            (isinstance(start, int | float) and not start < 1,
+             f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which must be positive: give a number "
+             "below 1, or 'depth'"),
             (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),
             (self.head_norm_init != 1 and self.head_norm != "weighted",
              f"head_norm_init={self.head_norm_init} sets the weight of a head norm that has none; set head_norm=True "
              "('weighted'), or leave it out"),
-            (self.gate == "normed" and not self.head_norm, "gate='normed' needs a head norm; or gate='result'"),
         ):  # fmt: skip
             if wrong:
                 raise UserError(sentence)
@@ -105,44 +97,28 @@ _HEAD_NORMS = {"True": "weighted", "False": None, "no_weight": "plain"}
 
 
 def variant_of(config: Any) -> Variant:
-    """The variant that the fields of ``DiffTransformerConfig`` describe.
+    """The variant that the fields of ``DiffTransformerConfig`` describe; those of parts that it lacks are ignored.
 
     Raises:
-        ValueError: for an unknown attention, and for fields that are unknown or exclude one another.
+        UserError: for unknown values, and a window where means run over whole rows.
     """
-    check_attention(config.attention)
+    require_known("attention", config.attention, CORES)
     row, fields = CORES[config.attention], {}
-    if row.lam == "token" and not config.lambda_learned:
-        raise UserError(
-            f"lambda_learned is False, but attention={config.attention!r} has no lambda_init to fix lambda at: it "
-            "computes lambda from each token; set lambda_learned=True, or another attention"
-        )
-    check_window(row, config.sliding_window)
     if row.lam == "learned":
-        if str(config.head_norm) not in _HEAD_NORMS:
-            hint = did_you_mean(str(config.head_norm), _HEAD_NORMS)
-            raise UserError(f"head_norm is {config.head_norm!r}{hint}; accepted: True, False, 'no_weight'")
+        require_known("head_norm", str(config.head_norm), _HEAD_NORMS)
         fields = {name: getattr(config, name) for name in ("lambda_init", "lambda_depth_offset", "lambda_std")}
         fields |= {"lam": "learned" if config.lambda_learned else "fixed"}
         fields |= {"head_norm": _HEAD_NORMS[str(config.head_norm)], "head_norm_init": config.head_norm_init}
-    if config.softmax_head_norm:
-        if config.attention != "softmax":
-            raise UserError(
-                f"softmax_head_norm is for attention='softmax', not {config.attention!r}; there, set head_norm"
-            )
+    if config.attention == "softmax" and config.softmax_head_norm:
         fields = {"head_norm": "weighted", "head_norm_init": config.head_norm_init}
     if row.signal_heads > 1:
         fields |= {"signal_heads": config.signal_heads_per_noise_head}
-    return replace(row, **fields)
-
-
-def check_window(variant: Variant, window: int | None):
-    """Raise ValueError for a window where means run over whole rows."""
-    if variant.means and window is not None:
+    if row.means and config.sliding_window is not None:
         raise UserError(
-            f"a window of {window} keys is asked for, but the running mean of attention='dint' is over all earlier "
-            "queries; leave out the window, or take another attention"
+            f"a window of {config.sliding_window} keys is asked for, but the running mean of attention='dint' is over "
+            "all earlier queries; leave out the window, or take another attention"
         )
+    return replace(row, **fields)
 
 
 class HeadCounts(NamedTuple):
@@ -176,7 +152,7 @@ def count_heads(
     overrides the width of a value.
 
     Raises:
-        ValueError: for head counts that do not divide, form pairs or form groups.
+        UserError: for head counts that do not divide, form pairs or form groups.
     """
     n, m, d, r = num_heads, num_key_value_heads, head_dim, variant.signal_heads
     if variant.maps == 1 or variant.shared_keys:
@@ -202,10 +178,3 @@ def default_key_value_heads(variant: Variant, num_heads: int) -> int:
     """Key/value heads without grouped queries: one for each head, or two for each noise head of separate keys."""
     paired = variant.maps == 2 and not variant.shared_keys
     return max(1, 2 * num_heads // (variant.signal_heads + 1) if paired else num_heads // variant.signal_heads)
-
-
-def check_attention(attention: str, accepted: tuple[str, ...] = ATTENTIONS):
-    """Raise ValueError for an attention that is not in ``accepted``."""
-    if attention not in accepted:
-        hint = did_you_mean(str(attention), accepted)
-        raise UserError(f"attention is {attention!r}{hint}; accepted: {', '.join(map(repr, accepted))}")

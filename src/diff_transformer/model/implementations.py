@@ -6,8 +6,9 @@
 
 from typing import NamedTuple
 
-from diff_transformer.checks import did_you_mean, require_known
-from diff_transformer.errors import UserError
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from diff_transformer.checks import require_known
 from diff_transformer.model.heads import CORES
 from diff_transformer.ops.backends import BACKENDS
 
@@ -28,43 +29,23 @@ IMPLEMENTATIONS = {
     **{f"diff_{name}": Implementation(name, "sdpa") for name in BACKENDS},
 }
 OWN_NAMES = tuple(name for name in IMPLEMENTATIONS if name.startswith("diff_"))
-# transformers' continuous batching calls "eager" by another name.
-_OTHER_NAMES = {None: DEFAULT, "paged|eager": "eager"}
-
-
-def check_backend(name: str) -> None:
-    """Raise ValueError for a backend that is neither "auto" nor in ``BACKENDS``, TypeError for a non-string."""
-    if not isinstance(name, str):
-        raise UserError(f"backend is {name!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
-    require_known("backend", name, ("auto", *BACKENDS))
+for _name in OWN_NAMES:
+    AttentionMaskInterface.register(_name, sdpa_mask)
 
 
 def check_implementation(name: str | None) -> str:
     """The name that the configuration keeps; None means the default.
 
     Raises:
-        ValueError: for a name that is not in ``IMPLEMENTATIONS``.
+        UserError: for a name that is not in ``IMPLEMENTATIONS``.
     """
-    if not isinstance(name, str | None) or _OTHER_NAMES.get(name, name) not in IMPLEMENTATIONS:
-        hint = did_you_mean(str(name), IMPLEMENTATIONS)
-        if isinstance(name, str) and "/" in name:
-            hint = " (a kernel from the hub, which computes softmax attention only; take 'diff_auto' instead)"
-        others = ", ".join(repr(other) for other in IMPLEMENTATIONS if other != "eager")
-        raise UserError(  # in transformers' words, by which programs know the error
-            f'Specified `attn_implementation="{name}"` is not supported. The only possible arguments are '
-            f'`attn_implementation="eager"`, {others}{hint}'
-        )
+    require_known("attn_implementation", DEFAULT if name is None else name, IMPLEMENTATIONS)
     return DEFAULT if name is None else name
-
-
-def implementation(name: str | None) -> Implementation:
-    """The backends of a checked name."""
-    return IMPLEMENTATIONS[_OTHER_NAMES.get(name, name or DEFAULT)]
 
 
 def attention_backend(config) -> str:
     """The backend of a model of ``config``: of ``diff_attention``, or of ``softmax_attention``."""
-    chosen = implementation(config._attn_implementation)
+    chosen = IMPLEMENTATIONS[config._attn_implementation or DEFAULT]
     if CORES[config.attention].maps == 1:
         return chosen.softmax
     return config.backend if chosen.diff is None else chosen.diff

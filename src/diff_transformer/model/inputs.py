@@ -7,24 +7,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers.masking_utils import (
-    AttentionMaskInterface,
-    create_causal_mask,
-    create_sliding_window_causal_mask,
-    sdpa_mask,
-)
+from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.caches import restrict, slots_in_use
 from diff_transformer.model.heads import CORES
-from diff_transformer.model.implementations import OWN_NAMES, attention_backend
+from diff_transformer.model.implementations import attention_backend
 from diff_transformer.ops.arguments import exporting, traced
 
 # Backends that take a mask of the keys beside the causal limit without a complete mask in memory.
 _TAKE_KEY_MASKS = ("auto", "blockwise", "triton")
-
-for _name in OWN_NAMES:
-    AttentionMaskInterface.register(_name, sdpa_mask)
 
 
 # Masks.
@@ -56,26 +48,22 @@ def visible_of(
         cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, which need a
             mask except where ``slots_in_use`` counts the others.
         position_ids: ``[B, T]`` if the caller gave them: without mask and cache they may describe packed documents.
-
-    Raises:
-        ValueError: for a mask of four dimensions that ``attention="dint"`` does not support.
     """
     queries, tokens = inputs_embeds.shape[1], None
-    if CORES[config.attention].means and attention_mask is not None:
-        if attention_mask.dim() == 2:
-            tokens = attention_mask.bool()
-        elif not traced():
-            _require_growing_sight(attention_mask)
+    if CORES[config.attention].means and attention_mask is not None and attention_mask.dim() == 2:
+        tokens = attention_mask.bool()
     slots = slots_in_use(cache, 0, queries, config.sliding_window)
     static = getattr(cache, "is_compileable", False) and slots is None
-    packed = position_ids is not None and cache is None and attention_mask is None and _may_restart(position_ids)
+    packed = position_ids is not None and cache is None and attention_mask is None
+    packed = packed and (traced() or restarts(position_ids))  # in a graph, positions cannot be read
     if not static and not packed:
         keys = None if _keeps_all(attention_mask) else _key_mask(config, queries, attention_mask, cache, slots)
         if keys is not None or _keeps_all(attention_mask):
             return Visible(keys, True, config.sliding_window, None, tokens, slots)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
+    boolean: Any = _BooleanMasks(config)
     mask: Any = create(
-        _mask_config(config),
+        boolean,
         inputs_embeds,
         attention_mask,
         cache,
@@ -101,7 +89,7 @@ def _key_mask(config, queries: int, attention_mask: Tensor | None, cache, in_use
 
 
 class _BooleanMasks:
-    """A view of a configuration that makes transformers' mask functions return SDPA's masks.
+    """A view of a configuration that makes transformers' mask functions return boolean masks, as for its SDPA.
 
     All backends of this package take these. Under its own name "eager" would get an additive mask.
     """
@@ -115,16 +103,6 @@ class _BooleanMasks:
         return getattr(self._config, name)
 
 
-def _mask_config(config):
-    name = config._attn_implementation
-    return config if name == "sdpa" or name in OWN_NAMES else _BooleanMasks(config)
-
-
-def _may_restart(position_ids: Tensor) -> bool:
-    """True if positions may restart within a row; while a graph is traced they cannot be read, so they may."""
-    return traced() or restarts(position_ids)
-
-
 def _keeps_all(attention_mask: Tensor | None) -> bool:
     """True if no token is padding; while a graph is traced a mask cannot be read, so it counts as padding."""
     if attention_mask is None:
@@ -136,7 +114,7 @@ def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, rows:
     """``mask`` restricted to the keys for which ``key_padding_mask [rows, keys]`` is True.
 
     Raises:
-        ValueError: if ``key_padding_mask`` is not boolean or has another shape.
+        UserError: if ``key_padding_mask`` is not boolean or has another shape.
     """
     if key_padding_mask is None:
         return mask
@@ -155,18 +133,6 @@ def as_boolean(attn_mask: Tensor) -> Tensor:
     Rounded to bf16, -1e4 is -9984.
     """
     return attn_mask if attn_mask.dtype == torch.bool else attn_mask > -9900
-
-
-def _require_growing_sight(attention_mask: Tensor) -> None:
-    """Raise ValueError if a later query sees less than an earlier one."""
-    seen = as_boolean(attention_mask)
-    lost = ~seen & (seen.cumsum(-2) > 0)
-    if (lost & seen.any(-1, keepdim=True)).any():
-        raise UserError(
-            "the mask lets a later query see less than an earlier one, but the running mean of attention='dint' is "
-            "over all earlier queries; give packed documents as cu_seq_lens_q or as position_ids that begin anew, or "
-            "take another attention"
-        )
 
 
 # Packed documents: several documents in one row of tokens; no token attends to another document.
@@ -205,24 +171,6 @@ def documents_at(position_ids: Tensor, batch: int) -> Packing:
 def restarts(position_ids: Tensor) -> bool:
     """True if ``position_ids [B, T]`` do not increase by one somewhere in a row: there another document begins."""
     return bool((position_ids.diff(dim=-1) != 1).any())
-
-
-def take_documents(kwargs: dict) -> Packing | None:
-    """Remove the arguments of transformers' collators for packed documents from ``kwargs``; None if there are none.
-
-    Raises:
-        ValueError: if queries and keys are packed differently, or an argument is missing.
-    """
-    names = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-    bounds, of_keys, longest, longest_key = (kwargs.pop(name, None) for name in names)
-    if bounds is None:
-        return None
-    if longest is None:
-        raise UserError("cu_seq_lens_q came without max_length_q; give both, as DataCollatorWithFlattening does")
-    same = of_keys is None or of_keys is bounds or torch.equal(of_keys, bounds)
-    if not same or longest_key not in (None, longest):
-        raise UserError("queries and keys are packed differently; self-attention needs the same documents for both")
-    return Packing(bounds, int(longest))
 
 
 def _ending_at(ends: Tensor) -> Packing:

@@ -1,8 +1,6 @@
 """The decoder-only DIFF Transformer and its matched Transformer (``attention="softmax"``), as Hugging Face models."""
 
-import inspect
 import os
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -28,37 +26,23 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
     GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast, TokenClassifierOutput
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
-from diff_transformer.checks import refuse_keywords
 from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
-from diff_transformer.model.caches import CACHE, is_paged, slots_in_use
+from diff_transformer.model.caches import CACHE, slots_in_use
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.heads import CORES
-from diff_transformer.model.implementations import DEFAULT, attention_backend, check_implementation
-from diff_transformer.model.inputs import (
-    Packing,
-    Visible,
-    documents_at,
-    restarts,
-    take_documents,
-    visible_of,
-)
+from diff_transformer.model.implementations import attention_backend, check_implementation
+from diff_transformer.model.inputs import Packing, Visible, documents_at, restarts, visible_of
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU, keeping_precision
 from diff_transformer.ops.arguments import traced
-
-_FOR_LAYERS = ("output_attentions", "output_attention_parts")
-_MISSPELT = 0.8  # similarity (1: equal) from which an unknown name counts as a misspelt known one
-# Names of masks in other libraries: ignoring one would let tokens attend to what they must not see.
-_MASKS_ELSEWHERE = ("attn_mask", "key_padding_mask", "padding_mask", "mask")
 
 
 class RotaryEmbedding(LlamaRotaryEmbedding):
@@ -99,7 +83,6 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     _can_record_outputs = {"hidden_states": DecoderLayer, "attentions": Attention}  # noqa: RUF012
 
     def __init__(self, config: DiffTransformerConfig, *args, **kwargs):
-        config.check()
         super().__init__(config, *args, **kwargs)
         if config.variant.lam == "learned":
             self._keep_in_fp32_modules_strict = ["lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"]
@@ -164,17 +147,12 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     """
 
     def __init__(self, config: DiffTransformerConfig):
+        config.check()
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        try:
-            self.rotary_emb = RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
-        except KeyError as error:  # an unknown type, or a number that the type needs
-            raise UserError(
-                f"rope_parameters is {config.rope_parameters}, and {error} is unknown or missing; give a rope_type of "
-                f"transformers ({', '.join(ROPE_INIT_FUNCTIONS)}) with the numbers that it needs"
-            ) from None
+        self.rotary_emb = RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -197,7 +175,11 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         inputs_embeds: Tensor | None = None,
         use_cache: bool | None = None,
         *,
-        cache: Any = None,
+        cache: Cache | None = None,
+        output_attentions: bool | None = None,
+        output_attention_parts: bool = False,
+        cu_seq_lens_q: Tensor | None = None,
+        max_length_q: int | None = None,
         **kwargs,
     ) -> BaseModelOutputWithPast:
         """The last layer's normalised output ``[B, T, hidden_size]``, in the weights' dtype.
@@ -209,74 +191,54 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             position_ids: int64 ``[B, T]``; by default they continue from the cache's length. Without mask and cache, a
                 new document begins wherever they do not increase by one.
             cache, past_key_values: a cache of transformers, to which these tokens are added, by its new or its old
-                name; or the paged cache of continuous batching, whose arguments then reach the layers.
-            kwargs: ``cu_seq_lens_q`` and ``max_length_q`` of packed documents (``model/inputs.py``);
-                ``output_attentions``, ``output_attention_parts``, ``output_hidden_states``; and arguments that
-                transformers passes to any model.
+                name.
+            output_attentions: return the attention maps of each layer; with ``output_attention_parts`` as ``DiffMaps``.
+            cu_seq_lens_q: bounds of packed documents, int32 ``[documents + 1]``; ``max_length_q`` is the longest.
+            kwargs: arguments that transformers passes to any model, which are ignored.
 
         Raises:
-            ValueError: for both or neither of the inputs, or a mask that the backend (or ``"dint"``) does not support.
-            TypeError: for an unknown argument.
+            UserError: for both or neither of the inputs, or arguments that exclude one another.
         """
         if (input_ids is None) == (inputs_embeds is None):
             raise UserError("give exactly one of input_ids and inputs_embeds")
         if inputs_embeds is None:
             inputs_embeds = self.embed_tokens(input_ids)
-        batch, queries, _ = inputs_embeds.shape
-        kwargs.setdefault("output_attentions", self.config.output_attentions)
+        config, (batch, queries, _) = self.config, inputs_embeds.shape
         cache = past_key_values if cache is None else cache
-        whole = CORES[self.config.attention].means
-        if whole and (use_cache or cache is not None):
+        means = CORES[config.attention].means
+        if means and (use_cache or cache is not None):
             raise UserError("attention='dint' takes means over whole rows; call the model with use_cache=False")
-        paged, kept = is_paged(cache), None if is_paged(cache) else cache
-        documents = None if paged else self._documents(kwargs, batch, attention_mask, position_ids, kept, use_cache)
-        options = _for_layers(kwargs, paged)
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and documents is None and not whole
+        maps = {"output_attentions": config.output_attentions if output_attentions is None else output_attentions}
+        maps["output_attention_parts"] = output_attention_parts
+        documents = None
+        if cu_seq_lens_q is not None:
+            documents = Packing(cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()))
+        elif position_ids is not None and attention_mask is None and cache is None:
+            by_mask = use_cache or any(maps.values()) or traced()  # ``visible_of`` then makes a complete mask
+            if (means or not by_mask) and restarts(position_ids):
+                documents = documents_at(position_ids, batch)
         if documents is None:
-            visible = visible_of(self.config, inputs_embeds, attention_mask, kept, position_ids)
-        else:
-            if attention_mask is not None or use_cache:
-                raise UserError(
-                    "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
-                    "attention_mask and use_cache; leave them out"
-                )
-            visible = Visible(None, True, self.config.sliding_window, documents)
-            position_ids = documents.positions((batch, queries)) if position_ids is None else position_ids
-        if use_cache and cache is None:
-            cache = kept = DynamicCache(config=self.config)
-        if position_ids is None:
-            seen = kept.get_seq_length() if kept is not None else 0
-            position_ids = (torch.arange(queries, device=inputs_embeds.device) + seen)[None]
-        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
-        hidden_states = inputs_embeds
-        for layer in self.layers[: self.config.num_hidden_layers]:  # ``generate(assistant_early_exit=n)`` lowers it
-            hidden_states = layer(
-                hidden_states,
-                visible=visible,
-                position_embeddings=position_embeddings,
-                **{CACHE: cache},
-                **options,
+            visible = visible_of(config, inputs_embeds, attention_mask, cache, position_ids)
+        elif attention_mask is not None or use_cache:
+            raise UserError(
+                "packed documents (cu_seq_lens_q, or for attention='dint' positions that begin anew) exclude "
+                "attention_mask and use_cache; leave them out"
             )
-        return BaseModelOutputWithPast(self.norm(hidden_states), kept)
-
-    def _documents(
-        self, kwargs: dict, batch: int, attention_mask, position_ids, cache, use_cache: bool | None
-    ) -> Packing | None:
-        """The packed documents of a forward pass, their arguments removed from ``kwargs``; None if there are none.
-
-        Positions that restart describe documents too. Except for ``"dint"``, ``visible_of`` makes a complete mask of
-        them where documents cannot be used: with a cache or maps, and in a traced graph, where positions cannot be
-        read.
-        """
-        documents = take_documents(kwargs)
-        if documents is not None or attention_mask is not None or cache is not None or position_ids is None:
-            return documents
-        maps = kwargs["output_attentions"] or kwargs.get("output_attention_parts")
-        by_mask = use_cache or maps or traced()
-        if (self.config.attention == "dint" or not by_mask) and restarts(position_ids):
-            return documents_at(position_ids, batch)
-        return None
+        else:
+            visible = Visible(None, True, config.sliding_window, documents)
+            position_ids = documents.positions((batch, queries)) if position_ids is None else position_ids
+        if use_cache is None:
+            use_cache = config.use_cache and not self.training and documents is None and not means
+        if use_cache and cache is None:
+            cache = DynamicCache(config=config)
+        if position_ids is None:
+            start = 0 if cache is None else cache.get_seq_length()
+            position_ids = (torch.arange(queries, device=inputs_embeds.device) + start)[None]
+        position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
+        hidden_states, options = inputs_embeds, {CACHE: cache, **maps}
+        for layer in self.layers[: config.num_hidden_layers]:  # ``generate(assistant_early_exit=n)`` lowers it
+            hidden_states = layer(hidden_states, visible=visible, position_embeddings=position_embeddings, **options)
+        return BaseModelOutputWithPast(self.norm(hidden_states), cache)
 
 
 class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin):
@@ -311,25 +273,6 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         if CORES[self.config.attention].means:
             kwargs |= {"use_cache": False, "prefill_chunk_size": None, "cache_implementation": None}
         return super().generate(*args, **kwargs)  # ty: ignore[invalid-argument-type]
-
-    def init_continuous_batching(self, *args, **kwargs):
-        """Start transformers' continuous batching (``generate_batch``); ``"sdpa"`` replaces the default implementation.
-
-        Raises:
-            ValueError: for ``attention="dint"``, which computes whole rows.
-        """
-        if CORES[self.config.attention].means:
-            raise UserError("attention='dint' takes means over whole rows and has no cache; use generate")
-        if self.config._attn_implementation != DEFAULT:
-            return super().init_continuous_batching(*args, **kwargs)
-        self.set_attn_implementation("sdpa")
-        try:
-            manager = super().init_continuous_batching(*args, **kwargs)
-        except BaseException:
-            self.set_attn_implementation(DEFAULT)
-            raise
-        manager._original_attn_impl = manager._original_attn_impl or DEFAULT  # which it restores when it stops
-        return manager
 
     def _prefill(self, input_ids, generation_config, *args, **kwargs):
         """Note for ``create_masks_for_generate`` whether the whole prompt comes in one call, which is not compiled."""
@@ -410,53 +353,11 @@ class DiffTransformerForSequenceClassification(GenericForSequenceClassification,
 class DiffTransformerForTokenClassification(GenericForTokenClassification, DiffTransformerPreTrainedModel):
     """One score for each token and each of ``num_labels`` classes."""
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: Tensor | None = None,
-        labels: Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs,
-    ) -> TokenClassifierOutput:
-        """Scores ``[B, T, num_labels]`` and, with ``labels`` int64 ``[B, T]``, the mean loss; -100 is ignored.
-
-        transformers' head drops ``num_items_in_batch``, by which Trainer averages over gradient accumulation.
-        """
-        inputs = input_ids, attention_mask, position_ids, past_key_values, inputs_embeds
-        outputs = super().forward(*inputs, use_cache=use_cache, return_dict=True, **kwargs)
-        loss = None if labels is None else self.loss_function(outputs.logits, labels, self.config, **kwargs)
-        return TokenClassifierOutput(loss, outputs.logits, outputs.hidden_states, outputs.attentions)
+    accepts_loss_kwargs = False
 
 
 class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTransformerPreTrainedModel):
     """Scores for the start and the end of an answer within the text."""
-
-
-def _for_layers(options: dict, paged: bool) -> dict:
-    """Select the further arguments of a forward pass that its layers take.
-
-    Trainers, generation and servers pass arguments for any model; those are ignored. Continuous batching
-    (``paged``) passes all of its arguments to the layers.
-
-    Raises:
-        TypeError: for a likely mistake: another name for a mask, or a misspelt argument.
-        ValueError: for ``is_causal=False``.
-    """
-    if paged:
-        return {name: value for name, value in options.items() if name != "is_causal"}
-    if options.pop("is_causal", None) is False:
-        raise UserError("is_causal is False, but this model is causal; DiffAttention is a layer that need not be")
-    further = [name for name in options if name not in _FOR_LAYERS]
-    if further:
-        known = [*[*inspect.signature(DiffTransformerForCausalLM.forward).parameters][1:-1], *_FOR_LAYERS]
-        for name in further:
-            if name in _MASKS_ELSEWHERE or get_close_matches(name, known, cutoff=_MISSPELT):
-                refuse_keywords("the model's forward pass", [name], known)
-    return {name: value for name, value in options.items() if name in _FOR_LAYERS}
 
 
 AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)
