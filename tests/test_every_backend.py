@@ -8,7 +8,7 @@ import torch
 from command_line import cli
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.heads import ATTENTIONS
 
 BACKENDS = ("auto", "reference", "blockwise", "sdpa")  # all that run on a CPU
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.heads import ATTENTIONS
 
 # By case: how many graphs it takes. A sliding window is one step before and one after it is full; a prompt in chunks
 # has a graph of its own, and with a window three. DINT has no cache, and transformers compiles only with a static one.

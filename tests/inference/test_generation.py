@@ -10,7 +10,7 @@ from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.inference.generation import GenerationSettings, TextPieces, generate, left_padded
 from diff_transformer.model import cores
-from diff_transformer.model.config import ATTENTIONS
+from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.presets import preset
 
 KINDS = pytest.mark.parametrize("attention", ATTENTIONS)

@@ -6,7 +6,6 @@ from torch.nn.functional import rms_norm
 from transformers import StaticCache
 
 from diff_transformer import DiffAttention, lambda_init
-from diff_transformer.errors import UserError
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.layers import apply_rotary, rotary_tables
 from diff_transformer.model.presets import preset
@@ -185,55 +184,16 @@ def test_layer_trains_every_parameter():
         ((32, 4), {"rope_theta": -1e4}, "rope_theta is -10000.0; it must be positive"),
         ((32, 4), {"rope_theta": 1e4, "context_size": 16}, "exclude each other"),
         ((36, 4), {"rope_theta": 1e4}, "head_dim is 9; rotary embedding needs an even width"),
-        ((32, 4), {"head_norm": "no_weigth"}, r"head_norm is 'no_weigth' \(did you mean 'no_weight'\?\)"),
+        ((32, 4), {"head_norm": "no_weigth"}, r"no head_norm 'no_weigth' \(did you mean 'no_weight'\?\)"),
         ((32, 4), {"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
         ((32, 4), {"window": 3}, "window=3 without is_causal=True"),
         ((32, 4), {"backend": "tritn"}, r"no backend 'tritn' \(did you mean 'triton'\?\)"),
-        ((32, 4), {"attention": "dffi"}, r"attention is 'dffi' \(did you mean 'diff'\?\)"),
+        ((32, 4), {"attention": "dffi"}, r"no attention 'dffi' \(did you mean 'diff'\?\)"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, options, message):
     with pytest.raises(ValueError, match=message):
         DiffAttention(*arguments, **options)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": ["triton"]}, r"backend is \['triton'\]; give one name: 'auto' or one of reference"),
-        ({"backend": None}, "backend is None; give one name"),
-        ({"is_causal": "no"}, "is_causal is a str; give True or False"),
-    ],
-)
-def test_what_is_no_name_and_no_flag_is_refused(options, message):
-    with pytest.raises(UserError, match=message):
-        DiffAttention(64, 4, **options)
-    if "is_causal" in options:
-        with pytest.raises(UserError, match=message):
-            DiffAttention(64, 4)(torch.randn(1, 1, 64), **options)
-
-
-def test_a_size_that_is_no_number_is_refused():
-    with pytest.raises(UserError, match="hidden_size is '64'; give a positive number"):
-        DiffAttention("64", 2)
-
-
-@pytest.mark.parametrize(
-    ("shape", "context", "message"),
-    [
-        (
-            (5, 32),
-            None,
-            r"hidden_states has shape \[5, 32\]; accepted: \[batch, length, hidden_size\]; .* give x\[None\]",
-        ),
-        ((32,), None, r"hidden_states has shape \[32\]; accepted: \[batch, length, hidden_size\]$"),
-        ((1, 2, 5, 32), None, r"hidden_states has shape \[1, 2, 5, 32\]; accepted: \[batch, length, hidden_size\]$"),
-        ((2, 5, 32), (5, 32), r"context has shape \[5, 32\]; accepted: \[batch, length, context_size\]"),
-    ],
-)
-def test_what_is_no_batch_of_sequences_is_refused(shape, context, message):
-    with pytest.raises(ValueError, match=message):
-        DiffAttention(32, 4)(torch.randn(shape), None if context is None else torch.randn(context))
 
 
 def test_a_window_of_a_call_that_is_not_causal_is_refused():
@@ -248,7 +208,7 @@ def test_a_window_of_a_call_that_is_not_causal_is_refused():
 @pytest.mark.parametrize("length", [6, 9])
 def test_a_context_has_no_rotary_positions(length):
     x = torch.randn(2, 6, 32)
-    with pytest.raises(ValueError, match="a context came to attention with a rotary embedding"):
+    with pytest.raises(ValueError, match="a context has no positions"):
         DiffAttention(32, 4, rope_theta=1e4)(x, torch.randn(2, length, 32))
 
 
@@ -261,30 +221,10 @@ def test_positions_without_a_batch_are_refused():
         DiffAttention(64, 8)(x, position_ids=torch.arange(8)[None])
 
 
-def test_a_mask_of_integers_is_refused():
-    layer, x, padding = DiffAttention(32, 4), torch.randn(2, 6, 32), torch.ones(2, 6, dtype=torch.bool)
-    with pytest.raises(UserError, match=r"attention_mask is torch\.int64; give bool"):
-        layer(x, attention_mask=padding.long()[:, None, None], key_padding_mask=padding)
-
-
 def test_bad_padding_mask_is_refused():
     layer = DiffAttention(32, 4)
     with pytest.raises(ValueError, match=r"accepted: bool of shape \[B, S\] = \(2, 6\)"):
         layer(torch.randn(2, 6, 32), key_padding_mask=torch.ones(2, 5, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("given", "message"),
-    [
-        ({"attn_mask": None}, r"DiffAttention has no argument 'attn_mask' \(did you mean 'attention_mask'\?\); it has"),
-        ({"key_paddding_mask": None}, r"'key_paddding_mask' \(did you mean 'key_padding_mask'\?\)"),
-        ({"need_weights": False}, "'need_weights'; it has: hidden_states, context, attention_mask"),
-    ],
-)
-def test_unknown_arguments_of_a_call_are_refused(given, message):
-    """A mask under another name must not be dropped without a word."""
-    with pytest.raises(UserError, match=message):
-        DiffAttention(32, 4)(torch.randn(2, 6, 32), **given)
 
 
 @pytest.mark.parametrize("attention", ATTENTIONS[:-1])
@@ -306,8 +246,6 @@ def test_queries_and_keys_are_normalised_before_the_rotary_embedding(attention):
     x = torch.randn(2, 6, 32)
     with torch.no_grad():
         torch.testing.assert_close(layer(x)[0], plain(x)[0])
-    with pytest.raises(UserError, match="qk_norm is a str"):
-        DiffAttention(32, 4, qk_norm="rms")
 
 
 @pytest.mark.parametrize(("attention", "heads"), [("diff", 2), ("dint", 2), ("diff_v2", 4), ("grouped_diff", 3)])

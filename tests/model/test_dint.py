@@ -67,13 +67,6 @@ def test_an_ablation_with_gates_or_a_lambda_for_each_token(changes, causal):
     torch.testing.assert_close(layer(x, documents=documents)[0], expected)
 
 
-def test_a_row_of_the_table_takes_no_window_either():
-    with pytest.raises(ValueError, match=r"a window of 3 keys .* leave out the window"):
-        make_layer(attention=CORES["dint"], window=3)
-    with pytest.raises(ValueError, match=r"maps=1 has no second map for .* means"):
-        replace(CORES["gated"], means=True)
-
-
 def test_two_tokens_by_hand():
     """One row of A1 is (1, 0); of the other, (p, 1 - p), the causal mean is ((1 + p) / 2, (1 - p) / 2)."""
     layer = make_layer()
@@ -145,32 +138,6 @@ def test_positions_that_begin_anew_begin_the_mean_anew(training):
     together = model(ids, position_ids=positions).logits
     for part in (slice(0, 8), slice(8, 20)):
         torch.testing.assert_close(together[:, part], model(ids[:, part]).logits, atol=2e-5, rtol=1e-5)
-
-
-@pytest.mark.parametrize("additive", [False, True])
-def test_a_mask_under_which_sight_is_lost_is_refused(additive):
-    """As a mask of packed documents or a window is; the mean would go on over what it hides."""
-
-    def mask(seen):
-        return torch.zeros(seen.shape).masked_fill(~seen, float("-inf")) if additive else seen
-
-    model, ids = make_model(), tokens()
-    causal = torch.ones(1, 1, 20, 20).tril().bool()
-    documents = causal.clone()
-    documents[..., 8:, :8] = False
-    with pytest.raises(ValueError, match="a later query see less than an earlier one"):
-        model(ids, attention_mask=mask(documents))
-    padded = causal.clone()
-    padded[..., :3] = padded[..., 17:, :] = False  # on the left, and on the right with rows that see nothing
-    got = model(ids, attention_mask=mask(padded), position_ids=torch.arange(20)[None] - 3).logits
-    torch.testing.assert_close(got[:, 3:17], model(ids[:, 3:17]).logits, atol=2e-5, rtol=1e-5)
-
-
-def test_a_causal_layer_is_not_called_without_its_limit():
-    layer, x = make_layer(), inputs()
-    for padding in (None, torch.ones(2, 9, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="takes running means; build it with is_causal=False"):
-            layer(x, is_causal=False, key_padding_mask=padding)
 
 
 def test_padded_prompts_generate_as_alone():

@@ -8,7 +8,7 @@ import torch
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.heads import CORES, count_heads
-from diff_transformer.model.inputs import Packing, Visible, split_documents, take_documents
+from diff_transformer.model.inputs import Packing, Visible, split_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
 from diff_transformer.ops import sdpa
@@ -104,16 +104,6 @@ def test_what_documents_exclude_is_refused(model):
         model(**packed(ids), use_cache=True)
     with pytest.raises(ValueError, match="packed documents came with attention maps"):
         model(**packed(ids), output_attentions=True)
-    with pytest.raises(ValueError, match="without max_length_q"):
-        model(input_ids=ids, cu_seq_lens_q=torch.tensor([0, 40], dtype=torch.int32))
-
-
-def test_keys_packed_differently_are_refused():
-    bounds = torch.tensor([0, 4], dtype=torch.int32)
-    assert take_documents({"input_ids": None}) is None
-    assert take_documents({"cu_seq_lens_q": bounds, "max_length_q": 4}) == Packing(bounds, 4)
-    with pytest.raises(ValueError, match="packed differently"):
-        take_documents({"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds + 1, "max_length_q": 4})
 
 
 @pytest.mark.parametrize("version", ["with groups", "without"])

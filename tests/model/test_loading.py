@@ -163,9 +163,9 @@ def test_bf16_weights(tmp_path, attention):
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"attention": "dffi"}, r"attention is 'dffi' \(did you mean 'diff'\?\)"),
+        ({"attention": "dffi"}, r"no attention 'dffi' \(did you mean 'diff'\?\)"),
         ({"attention": "grouped_diff"}, "do not make groups of 2 signal heads"),
-        ({"head_norm": "no_weigth"}, "head_norm is 'no_weigth'"),
+        ({"head_norm": "no_weigth"}, "no head_norm 'no_weigth'"),
         ({"lambda_init": 1.0}, "lambda_init is 1.0"),
         ({"sliding_window": 0}, "sliding_window is 0"),
     ],
@@ -255,7 +255,5 @@ def test_no_other_file_reads_weights():
             )
             if (reads_weights or unpickles) and not careful:
                 found.append(f"{path.relative_to(root)}: {ast.unparse(node.func)}")
-    sent = [f"data/datatrove_tasks.py: dill.{name}" for name in ("dumps", "loads")]
-    assert sorted(found) == [
-        *sent, "model/convert/plan.py: kind.from_pretrained", "model/loading.py: model_class.from_pretrained",
-    ]  # fmt: skip
+    files = {"model/convert/plan.py: kind.from_pretrained", "model/loading.py: model_class.from_pretrained"}
+    assert files == set(found)

@@ -3,7 +3,6 @@ import torch
 from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention, matched_baseline
-from diff_transformer.errors import UserError
 from diff_transformer.model import cores
 from diff_transformer.model.convert import from_llama, to_llama
 from diff_transformer.model.cost import count_parameters
@@ -217,27 +216,6 @@ def test_forward_compiles_without_graph_breaks(attention):
 def test_one_of_ids_and_embeddings():
     with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
         make().model()
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("atention_mask", r"has no argument 'atention_mask' \(did you mean 'attention_mask'\?\)"),
-        ("lables", r"did you mean 'labels'\?"),
-        ("key_padding_mask", "has no argument 'key_padding_mask'"),
-    ],
-)
-def test_unknown_arguments_are_refused(name, message):
-    ids = tokens()
-    with pytest.raises(UserError, match=message):
-        make()(ids, **{name: torch.ones_like(ids)})
-
-
-def test_a_causal_model_stays_causal():
-    model, ids = make(), tokens()
-    assert torch.equal(model(ids, is_causal=True).logits, model(ids).logits)
-    with pytest.raises(ValueError, match="is_causal is False, but this model is causal"):
-        model(ids, is_causal=False)
 
 
 def test_what_transformers_passes_to_any_model_changes_nothing():

@@ -5,8 +5,8 @@ import torch
 from transformers import DynamicCache, StaticCache
 
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM, diff_attention, diff_attention_decode
-from diff_transformer.model.config import ATTENTIONS
 from diff_transformer.model.cost import attention_core_flops, model_cost
+from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.inputs import Packing
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import make_inputs

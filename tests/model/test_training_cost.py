@@ -7,7 +7,6 @@ import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import (
-    communication_bytes,
     layer_activation_bytes,
     product_bytes,
     training_memory,
@@ -133,29 +132,6 @@ def test_tensor_parallel_divides_all_but_the_residual_stream():
         assert getattr(half, part) == pytest.approx(getattr(whole, part) / 2, abs=2)
     stream = 500 * config.num_hidden_layers * 26 * config.hidden_size
     assert half.activations - stream == pytest.approx((whole.activations - stream) / 2)
-
-
-def test_communication_by_hand():
-    """Two layers without head norm and lambda, of 12 x 64^2 weights and two norms each; an embedding of 1000 x 64."""
-    config = DiffTransformerConfig(
-        vocab_size=1000, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        attention="softmax", tie_word_embeddings=True,
-    )  # fmt: skip
-    inner, outer = 2 * (4 * 64**2 + 3 * 64 * 128 + 2 * 64) + 64, 1000 * 64
-    assert communication_bytes(config, tokens=10) == {}
-    assert communication_bytes(config, tokens=10, devices=4, passes=3) == {
-        "weights": 3 * 0.75 * (4 * inner + 4 * outer),
-        "gradients": 3 * 0.75 * 4 * (inner + outer),
-    }
-    assert communication_bytes(config, tokens=10, devices=4, passes=3, sharded=False) == {
-        "gradients": 2 * 0.75 * 4 * (inner + outer)
-    }
-    hybrid = communication_bytes(config, tokens=10, devices=4, passes=3, replicas=2)
-    assert hybrid["gradients"] == (3 * 0.75 + 2 * 0.5 / 4) * 4 * (inner + outer)
-    ways = communication_bytes(config, tokens=10, tensor_parallel=2, mixed=False)
-    assert ways == {"layers": 2 * 4 * 10 * 64 * 4}
-    rows = communication_bytes(config, tokens=10, context_parallel=2, mixed=False, recomputes=True)
-    assert rows == {"rows": 2 * 3 * 10 * 2 * 64 * 4}
 
 
 def test_seconds_by_hand():

@@ -189,6 +189,8 @@ class Attention(nn.Module):
         if position_ids is None:
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0
             position_ids = torch.arange(queries, device=device)[None] + start
+        if position_ids.dim() != 2:
+            raise UserError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
     def _complete(
@@ -197,6 +199,8 @@ class Attention(nn.Module):
         """``visible`` with padding, window and the unused slots of a static cache; call before updating the cache."""
         mask, causal, _, documents, tokens, slots = visible
         window, keys = self.core.window, k.shape[2]
+        if window is not None and not causal and mask is None:
+            raise UserError(f"window={window} without is_causal=True; give the band as attention_mask instead")
         if documents is not None and (mask is not None or key_padding_mask is not None or cache is not None):
             raise UserError("packed documents came with a mask or a cache; they say themselves what may be attended to")
         if tokens is None and key_padding_mask is not None and context is None:
@@ -208,7 +212,7 @@ class Attention(nn.Module):
             if slots is None or not causal or masked:
                 slots, (mask, causal) = None, mask_unused_slots(*of_call, mask, causal, window, k.device)
         mask = with_key_padding(mask, key_padding_mask, k.shape[0], keys)
-        return Visible(mask, causal, window if causal or mask is None else None, documents, tokens, slots)
+        return Visible(mask, causal, window if causal else None, documents, tokens, slots)
 
 
 class DiffAttention(Attention):

@@ -260,21 +260,6 @@ class DiffTransformerConfig(PreTrainedConfig):
         """The paper's h: heads that are a difference of two maps; for softmax attention those of its counterpart."""
         return self.num_attention_heads // 2 if self.variant.maps == 1 else self.heads.outputs
 
-    @property
-    def base_model_tp_plan(self) -> dict[str, str]:
-        """The plan by which transformers shards the layers with ``from_pretrained(folder, tp_plan="auto")``.
-
-        The number of processes must divide the value heads (``heads.values``), so that each has whole pairs or groups.
-        """
-        plan = {f"layers.*.self_attn.{name}_proj": "colwise" for name in "qkv"}
-        plan |= {f"layers.*.mlp.{name}_proj": "colwise" for name in ("gate", "up")}
-        plan |= {"layers.*.self_attn.o_proj": "rowwise", "layers.*.mlp.down_proj": "rowwise"}
-        return plan | ({"layers.*.self_attn.core.lam.proj": "colwise"} if self.variant.sigmoids else {})
-
-    @base_model_tp_plan.setter
-    def base_model_tp_plan(self, plan: dict | None):  # ty: ignore[incompatible-property-override]
-        """Ignore what transformers before 5.20 adds for tied embeddings: each process keeps the whole embedding."""
-
 
 def _foreign(settings: dict[str, Any]) -> list[str]:
     """Those of the keys that belong neither to this package nor to transformers."""

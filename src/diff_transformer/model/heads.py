@@ -5,6 +5,7 @@
 A row of ``CORES`` says which parts a variant has; ``dataclasses.replace`` turns a row into an ablation.
 """
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -70,7 +71,7 @@ class Variant:
             (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
             (start != "depth" and not isinstance(start, int | float),
              f"lambda_init is {start!r}; accepted: 'depth' or a number"),
-            (isinstance(start, int | float) and not start < 1,
+            (isinstance(start, int | float) and not -math.inf < start < 1,
              f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which must be positive: give a number "
              "below 1, or 'depth'"),
             (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),

@@ -245,7 +245,6 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     """The model with its language-modelling head; ``labels`` are shifted inside, -100 is ignored."""
 
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}  # noqa: RUF012
-    _tp_plan = {"lm_head": "colwise_gather_output"}  # noqa: RUF012
 
     def __init__(self, config: DiffTransformerConfig):
         super().__init__(config)

@@ -189,7 +189,7 @@ def test_positions_as_transformers_5_writes_them():
         ({"use_bias": True}, "use_bias=True (biases)"),
         ({"kv_lora_rank": 512}, "kv_lora_rank=512 (latent keys and values)"),
         ({"k_ratio": 4, "num_noise_heads": 2}, "k_ratio is 4"),
-        ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"hidden_act": "gelu"}, "no hidden_act 'gelu'"),
         ({"num_attention_heads": None}, "lack num_attention_heads"),
     ],
 )

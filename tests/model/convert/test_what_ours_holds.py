@@ -60,7 +60,7 @@ def test_models_with_poly_norm_are_counted_saved_and_started(tmp_path):
 def test_swiglu_is_what_it_was():
     mlp = SwiGLU(4, 8)
     assert not any("act_fn" in name for name in mlp.state_dict())
-    with pytest.raises(ValueError, match="hidden_act is 'gelu'; accepted: 'silu', 'poly_norm'"):
+    with pytest.raises(ValueError, match=r"no hidden_act 'gelu'.*; there are: silu, poly_norm"):
         DiffTransformerConfig(hidden_act="gelu")
 
 
