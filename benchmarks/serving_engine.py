@@ -89,8 +89,7 @@ def both_orders() -> list[dict]:
 
 
 def throughput(options) -> list[dict]:
-    """Rows for ``LOADS`` and ``REQUESTS``: our ``generate``, transformers' continuous batching, and vLLM."""
-    from transformers import ContinuousBatchingConfig, GenerationConfig
+    """Rows for ``LOADS`` and ``REQUESTS``: our ``generate`` and vLLM."""
     from vllm import LLM, SamplingParams
 
     dtype = getattr(torch, options.dtype)
@@ -119,20 +118,7 @@ def throughput(options) -> list[dict]:
             )  # fmt: skip
             return out[:, ids.shape[1] :].tolist()
 
-        def by_transformers(side: str, rows: list[list[int]], new: int) -> None:
-            """Continuous batching over transformers' paged cache, with room for all requests at full length."""
-            settings = GenerationConfig(max_new_tokens=new, do_sample=False, eos_token_id=-1, pad_token_id=0)
-            models[side].set_attn_implementation("sdpa")
-            models[side].generate_batch(
-                rows,
-                settings,
-                ContinuousBatchingConfig(
-                    page_size=64, num_blocks=16 * len(rows), max_batch_tokens=512, max_requests_per_batch=len(rows)
-                ),
-            )
-            models[side].set_attn_implementation("diff_auto")
-
-        ways = {"vllm": by_vllm, "generate": by_generate, "transformers": by_transformers}
+        ways = {"vllm": by_vllm, "generate": by_generate}
         if dtype == torch.float32:
             for side in SIDES:
                 rows = draw(4, 40)
