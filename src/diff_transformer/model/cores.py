@@ -75,7 +75,9 @@ class AttentionCore(nn.Module):
     @property
     def gain(self) -> float:
         """The constant that multiplies each head."""
-        return self.variant.head_scale * (1.0 - self.lam.initial if self.variant.factor else 1.0)
+        variant = self.variant
+        lam: Any = self._modules.get("lam")
+        return variant.head_scale * (1.0 - lam.initial) if variant.factor and lam is not None else variant.head_scale
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor | None = None
@@ -218,21 +220,23 @@ def decode_in_one_call(
 
     They have to if a hook, a wrapper or an experiment changed one of them.
     """
-    norm, lam, variant = core.head_norm, core.lam, core.variant
-    if not can_decode(q) or core.backend not in ("auto", "blockwise"):
+    if core.backend not in ("auto", "blockwise") or not can_decode(q, k, v):
         return None
-    if visible.mask is not None or visible.documents is not None or "attend" in vars(core):
+    variant, changed = core.variant, "attend" in vars(core)
+    if variant.maps == 1 or variant.means or changed or visible.mask is not None or visible.documents is not None:
         return None
-    if variant.maps == 1 or variant.means:
-        return None
+    parts = core._modules  # the look-up of an nn.Module takes a microsecond
+    norm: Any = parts.get("head_norm")
+    lam: Any = parts["lam"]
     if norm is not None and not is_plain(norm, RMSNorm):
         return None
-    value, first, gate, vectors = lam.initial, None, None, ()
+    vectors: Any = ()
+    value, first, gate = lam.initial, None, None
     if is_plain(lam, LearnedLambda) and core.gates is None:
-        vectors = lam.lambda_q1, lam.lambda_k1, lam.lambda_q2, lam.lambda_k2
+        vectors = tuple(lam._parameters.values())
     else:
         value, first, gate = core.weights(hidden_states)
-    norm_weight, norm_eps = (None, None) if norm is None else (norm.weight, norm.eps)
+    norm_weight, norm_eps = (None, None) if norm is None else (norm._parameters["weight"], norm.eps)
     return decode_heads(
         *core.split(q, k), v, value, vectors, first, gate, norm_weight, norm_eps, core.gain, visible.is_causal,
         visible.window,
@@ -258,8 +262,8 @@ def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     """x[:, 0::2] and x[:, 1::2], whose gradients are put together in one pass; those of slices take zeros and a sum."""
-    B, n, *rest = x.shape
-    first, second = x.view(B, n // 2, 2, *rest).unbind(2)
+    B, n, length, width = x.shape
+    first, second = x.view(B, n // 2, 2, length, width).unbind(2)
     return first, second
 
 

@@ -92,20 +92,27 @@ def test_shared_keys_and_bf16_norm_weights():
 
 
 REFUSED = {
-    "float64": lambda x, w: (x[0].double(), *map(torch.Tensor.double, x[1:])),
-    "many queries": lambda x, w: make(torch.float32, T=5)[0],
-    "gradient": lambda x, w: (x[0].requires_grad_(), *x[1:]),
-    "negated": lambda x, w: (torch._neg_view(x[0]), *x[1:]),
-    "short values": lambda x, w: (*x[:4], x[4][:, :, :5]),
-    "batch of keys": lambda x, w: (*x[:2], x[2][:1], *x[3:]),
-    "heads": lambda x, w: (x[0][:, :3], *x[1:]),
+    "float64": lambda q, k, v: (q.double(), k.double(), v.double()),
+    "two dtypes": lambda q, k, v: (q, k, v.bfloat16()),
+    "gradient": lambda q, k, v: (q.requires_grad_(), k, v),
+    "negated": lambda q, k, v: (torch._neg_view(q), k, v),
+    "meta": lambda q, k, v: (q.to("meta"), k, v),
+    "many queries": lambda q, k, v: (q.expand(-1, -1, 9, -1), k, v),
 }
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_leaves_to_the_modules(case):
-    tensors, weights = make(torch.float32)
-    assert decode_heads(*REFUSED[case](tensors, weights), 0.4) is None
+    (q, _, k, _, v), _ = make(torch.float32)
+    assert can_decode(q, k, v)
+    assert not can_decode(*REFUSED[case](q, k, v))
+
+
+@pytest.mark.parametrize("change", [lambda x: make(torch.float32, T=5)[0], lambda x: (*x[:4], x[4][:, :, :5]),
+                                    lambda x: (x[0][:, :3], *x[1:])])  # fmt: skip
+def test_leaves_other_shapes_to_the_modules(change):
+    tensors, _ = make(torch.float32)
+    assert decode_heads(*change(tensors), 0.4) is None
 
 
 @pytest.mark.parametrize("weight", [torch.ones(3), torch.ones(1, Dv), torch.ones(2 * Dv)[::2], torch.ones(Dv).double()])
@@ -115,18 +122,16 @@ def test_leaves_other_norm_weights_to_the_modules(weight):
 
 
 def test_leaves_traced_and_transformed_calls_to_the_modules():
-    tensors, _ = make(torch.float32)
+    (q, _, k, _, v), _ = make(torch.float32)
 
     class Mode(torch.overrides.TorchFunctionMode):
         def __torch_function__(self, function, types, args=(), kwargs=None):
             return function(*args, **(kwargs or {}))
 
-    q = tensors[0]
     with torch.autocast("cpu", torch.bfloat16):
-        assert not can_decode(q)
+        assert not can_decode(q, k, v)
     with Mode():
-        assert not can_decode(q)
-    assert not torch.vmap(lambda x: torch.tensor(can_decode(x)))(q[None]).any()
-    assert not can_decode(q.to("meta"))
+        assert not can_decode(q, k, v)
+    assert not torch.vmap(lambda x: torch.tensor(can_decode(x, k, v)))(q[None]).any()
     with torch.device("cpu"):
-        assert can_decode(q)
+        assert can_decode(q, k, v)

@@ -11,19 +11,22 @@ from torch import Tensor
 from torch.overrides import _get_current_function_mode_stack
 from torch.utils._device import DeviceContext
 
-from diff_transformer.ops.arguments import active_transform, passes_fast_check, traced
+from diff_transformer.ops.arguments import active_transform, traced
 from diff_transformer.ops.cpu import in_memory
 from diff_transformer.ops.cpu.kernel import MAX_DECODE_ROWS, MAX_WIDTH, check, matrix, threads_of
 from diff_transformer.ops.cpu.library import LAMBDA_VECTORS, HeadOutput, Matrix, Problem, available, library
 
 
-def can_decode(q: Tensor) -> bool:
-    """True for a few queries [B, heads, T, D] on a CPU, if nothing records, transforms or casts what is called here."""
-    if traced() or active_transform() is not None or _functions_replaced() or q.device.type != "cpu":
+def can_decode(q: Tensor, k: Tensor, v: Tensor) -> bool:
+    """True for a few queries [B, heads, T, D] over plain tensors in the CPU's memory, if nothing records, transforms
+    or casts what is called here."""
+    if q.shape[2] > MAX_DECODE_ROWS or not q.is_cpu or q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
+        return False
+    if traced() or active_transform() is not None or _functions_replaced() or not available():
         return False
     if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
         return False
-    return q.shape[2] <= MAX_DECODE_ROWS and available()
+    return _readable((q, k, v))
 
 
 def decode_heads(
@@ -42,10 +45,10 @@ def decode_heads(
     is_causal: bool = True,
     window: int | None = None,
 ) -> Tensor | None:
-    """``gain * gate * RMSNorm((first A1 - lambda A2) V)``, for queries that ``can_decode``.
+    """``gain * gate * RMSNorm((first A1 - lambda A2) V)``, for tensors that ``can_decode``.
 
-    None where the modules have to run: for shapes and dtypes that the kernel does not take, and for weights that are
-    not plain tensors in memory.
+    None where the modules have to run: for shapes that the kernel does not take, and for weights that are not plain
+    tensors in memory.
 
     Args:
         q1: [B, H, T, D], fp32 or bf16, like all tensors but the weights; H / G * T at most 8.
@@ -62,20 +65,20 @@ def decode_heads(
     Returns:
         [B, T, H, Dv] in the dtype of v.
     """
-    if not passes_fast_check(q1, q2, k1, k2, v):
+    (B, H, T, D), Hn, (_, G, S, _), Dv = q1.shape, q2.shape[1], k1.shape, v.shape[3]
+    if q2.shape != (B, Hn, T, D) or not k1.shape == k2.shape == (B, G, S, D) or v.shape != (B, G, S, Dv):
         return None
-    (B, H, T, D), (G, S), Dv = q1.shape, k1.shape[1:3], v.shape[3]
-    if H // G * T > MAX_DECODE_ROWS or max(D, Dv) > MAX_WIDTH or q1.dtype not in (torch.float32, torch.bfloat16):
+    if H % Hn or Hn % G or H // G * T > MAX_DECODE_ROWS or max(D, Dv) > MAX_WIDTH or not B * S:
         return None
-    per_row = [x for x in (lam, first, gate) if isinstance(x, Tensor)]
-    weights = lambda_vectors if norm_weight is None else (norm_weight, *lambda_vectors)
-    if not (_readable((q1, q2, k1, k2, v, *per_row)) and _readable(weights)):
+    weights = lambda_vectors if norm_weight is None else (*lambda_vectors, norm_weight)
+    numbers = [x for x in (lam, first, gate) if isinstance(x, Tensor)]
+    if not _readable((*numbers, *weights)):
         return None
-    if any(x.stride() != (1,) for x in weights) or any(x.dtype != torch.float32 for x in lambda_vectors):
-        return None
-    if len({x.shape for x in lambda_vectors}) > 1:
-        return None
-    if norm_weight is not None and (norm_weight.shape != (Dv,) or norm_weight.dtype not in _WEIGHTS):
+    for x in lambda_vectors:
+        if x.dtype != torch.float32 or x.numel() != lambda_vectors[0].numel() or not x.is_contiguous():
+            return None
+    w = norm_weight
+    if w is not None and (w.shape != (Dv,) or not w.is_contiguous() or w.dtype not in _DTYPES):
         return None
     out = v.new_empty(B, T, H, Dv)
     kept: list[Tensor] = []
@@ -84,7 +87,7 @@ def decode_heads(
     problem = Problem(
         q1=matrix(q1, kept), k1=keys, v=matrix(v, kept), out=Matrix(out.data_ptr(), T * H * Dv, Dv, H * Dv),
         q2=matrix(q2, kept), k2=keys if k2 is k1 else matrix(k2, kept),
-        B=B, H=H, Hn=q2.shape[1], G=G, T=T, S=S, D=D, Dv=Dv, causal=is_causal, window=window or 0,
+        B=B, H=H, Hn=Hn, G=G, T=T, S=S, D=D, Dv=Dv, causal=is_causal, window=window or 0,
         threads=threads_of(B * H * T * S * (D + Dv)), rows=T, parts=1, bf16=q1.dtype == torch.bfloat16, scale=D**-0.5,
     )  # fmt: skip
     if not lam_is_number:
@@ -108,7 +111,7 @@ def decode_heads(
     return out
 
 
-_WEIGHTS = (torch.float32, torch.bfloat16)
+_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def _readable(tensors: Sequence[Tensor]) -> bool:
