@@ -5,7 +5,7 @@ query head, dv width of a value head. ``count_heads`` says how many heads querie
 """
 
 import math
-from typing import Any, TypeGuard, TypeVar
+from typing import Any, TypeGuard, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -230,10 +230,9 @@ def decode_in_one_call(
     lam: Any = parts["lam"]
     if norm is not None and not is_plain(norm, RMSNorm):
         return None
-    vectors: Any = ()
-    value, first, gate = lam.initial, None, None
+    value, first, gate, vectors = lam.initial, None, None, ()
     if is_plain(lam, LearnedLambda) and core.gates is None:
-        vectors = tuple(lam._parameters.values())
+        vectors = tuple(cast(Any, lam)._parameters.values())
     else:
         value, first, gate = core.weights(hidden_states)
     norm_weight, norm_eps = (None, None) if norm is None else (norm._parameters["weight"], norm.eps)
