@@ -16,7 +16,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -41,18 +40,12 @@ SHARES = {
     "decode": 10,
     "decode_compiled": 14,
     "throughput": 16,
-    "sweep": 12,
     "attention_fp32": 3,
-    "step": 16,
-    "counters": 20,
-    "sanitizer": 8,
+    "step": 8,
 }
-# NVIDIA's tools; where one is not installed gpu.json says so, which is no failure
-TOOLS = {"sanitizer": "compute-sanitizer", "counters": "ncu"}
 SWITCH = "DIFF_TRANSFORMER_HOPPER"
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
 EVERY = 5.0  # seconds after which gpu.json is written again
-NOT_INSTALLED = "not installed"
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
 ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
@@ -107,10 +100,6 @@ def clocks() -> str:
         return ""
 
 
-def can_run(stage: str, dry: bool) -> bool:
-    return stage not in TOOLS or dry or shutil.which(TOOLS[stage]) is not None
-
-
 def launch_only_what_passed(folder: Path) -> None:
     """Later stages launch the Hopper kernels if these passed the stage "hopper" in each of their forms."""
     file = folder / "hopper.json"
@@ -122,7 +111,7 @@ def launch_only_what_passed(folder: Path) -> None:
 
 
 def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:
-    """0 if every stage ended well and finished, or lacks its tool. Time that one leaves over goes to those after it."""
+    """0 if every stage ended well and finished. Time that one leaves over goes to those after it."""
     if dry:
         # Forked stages then start with everything imported.
         import diff_transformer.model.modeling  # noqa: F401
@@ -131,13 +120,8 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
     summary: list[dict] = []
     for i, stage in enumerate(stages):
         left = end - time.monotonic()
-        share = SHARES[stage] / sum(SHARES[s] for s in stages[i:] if s == stage or can_run(s, dry))
-        if not can_run(stage, dry):
-            outcome = {
-                "status": NOT_INSTALLED,
-                "error": f"{TOOLS[stage]} was not found; it comes with the CUDA toolkit",
-            }
-        elif left > 1:
+        share = SHARES[stage] / sum(SHARES[s] for s in stages[i:])
+        if left > 1:
             print(f"== {stage}: {left * share:.0f} s", flush=True)
             outcome = run_stage(stage, left * share, dry, folder, earlier)
         else:
@@ -150,7 +134,7 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
             launch_only_what_passed(folder)
     for line in summary:
         print(f"{line['stage']:16} {line['status']:13} {line.get('seconds', 0):6.1f} s")
-    return int(any(line["status"] not in ("done", NOT_INSTALLED) for line in summary))
+    return int(any(line["status"] != "done" for line in summary))
 
 
 def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path | None = None) -> dict:

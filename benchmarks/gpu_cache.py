@@ -174,8 +174,6 @@ def launches() -> Iterator[tuple[str, Callable[[], object]]]:
     yield from of_hopper_tests()
     yield from of_attention_tests()
     yield from of_decode_tests()
-    yield from of_sanitizer()
-    yield from of_sweep()
 
 
 def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -214,10 +212,8 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
         with torch.inference_mode():
             diff_attention_decode(*pair_heads(q, k), v, torch.full((), 0.3), backend="triton")
 
-    kinds = {}
     for s in GPU_GRID:  # empty memory is not touched, so that long caches cost nothing
-        kinds.setdefault((s.batch, s.heads, s.kv_heads, s.cache, s.width), s)
-    for kind in kinds:
+        kind = (s.batch, s.heads, s.kv_heads, s.cache, s.width)
         if kind[0] * kind[2] * kind[3] * kind[4] < 2**31:
             yield f"decode {kind}", lambda kind=kind: decode(*kind, torch.bfloat16)
 
@@ -326,27 +322,6 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
         for dtype in support.DTYPES:
             for causal in (True, False):
                 yield f"hopper {form} {dtype}", lambda a=(dtype, causal, form): run(*a)
-
-
-def of_sanitizer() -> Iterator[tuple[str, Callable[[], object]]]:
-    import sanitized
-
-    for what in (sanitized.hopper_forms, sanitized.forms):
-        for name, run in what("cpu", "triton").items():
-            yield f"sanitizer {name}", run
-
-
-def of_sweep() -> Iterator[tuple[str, Callable[[], object]]]:
-    import gpu_sweep
-
-    def run(kernel: str, width: int, tile: Any) -> None:
-        for launch in gpu_sweep.launches(kernel, width, tile, "cpu", 2, gpu_sweep.HEADS[width], 128):
-            launch.start()
-
-    for (kernel, width), tiles in gpu_sweep.TILES.items():
-        for tile in (None, *tiles):
-            name = f"sweep {kernel} {width} {gpu_sweep.name_of(tile)}"
-            yield name, lambda a=(kernel, width, tile): run(*a)
 
 
 def loaded(path: str) -> ModuleType:

@@ -1,6 +1,6 @@
 """Merges records of several calls of gpu.py and writes them to benchmarks/results, the source of tables and plots.
 
-python benchmarks/gpu_records.py runs/gpu-1 runs/gpu-2    # later folders win; then the tables and drawings
+python benchmarks/gpu_records.py runs/gpu-1 runs/gpu-2    # later folders win; then the tables
 python benchmarks/gpu_records.py gpu.json                 # the one file that a user sent
 
 A row is known by what was measured, not by what came out. Records of unlike machines or versions are not mixed.
@@ -23,14 +23,11 @@ INSTALLED = {
     "step_gpu": ("step",),
     "hopper_gpu": ("hopper",),
     "correctness_gpu": ("correctness",),
-    "sweep_gpu": ("sweep",),
-    "counters_gpu": ("counters",),
-    "sanitizer_gpu": ("sanitizer",),
 }
 SETTING = (
     "kind", "model", "fields", "compiled", "dtype", "batch", "heads", "kv_heads", "length", "cache", "width", "causal"
 )  # fmt: skip
-WHO = ("backend", "side", "shape", "form", "tool", "kernel", "tile", "call")
+WHO = ("backend", "side", "shape", "form")
 VERSIONS = ("gpu", "cuda", "cudnn", "triton")
 PACKED = "gpu.json"  # all records of a call, and how its stages ended
 
@@ -144,8 +141,8 @@ def main(arguments: list[str]) -> int:
             return 2
         written = install(folders, RESULTS)
     print("\n".join(written) or "no record there")
-    for script in ("readme_tables.py", "plot.py") if written else ():
-        subprocess.run([sys.executable, str(ROOT / "benchmarks" / script)], check=True)
+    if written:
+        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "tables.py")], check=True)
     return 0 if written else 1
 
 

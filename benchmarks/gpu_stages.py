@@ -21,18 +21,13 @@ from pathlib import Path
 import hopper_check
 import torch
 
-import gpu_sweep
 from diff_transformer.bench import decode as decoding
-from diff_transformer.bench import generation, timing
-from diff_transformer.bench import throughput as pair_throughput
+from diff_transformer.bench import pair, timing
 from diff_transformer.bench.attention import calls, run_attention_benchmark, verdict
 from diff_transformer.bench.contenders import VARIANTS, Gate, backend_contender, shape_inputs, wait_for_device
-from diff_transformer.bench.decode import run_decode_benchmark
 from diff_transformer.bench.record import collect, machine
 from diff_transformer.bench.run import cells
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
-from diff_transformer.bench.step import GPU_SETTINGS as GPU_STEPS
-from diff_transformer.bench.step import run_step_benchmark
 from diff_transformer.ops import available_backends
 from diff_transformer.ops.hopper.support import D, unsupported_installation
 from gpu_records import Unfinished, setting, settings_of
@@ -60,9 +55,7 @@ WORKERS = 14  # compiling is most of the time of a test, and of the stage that d
 PUBLIC = ("flash", "cudnn")  # kernels of SDPA; the others are slower, and are timed on request
 SLOW = ("reference", "blockwise")  # not timed on a GPU
 TINY = "1x2x40x8,1x2x33x8n"
-TINY_PAIR = pair_throughput.ThroughputSetting("debug", 2, 32, layers=1, dtype=torch.float32)
-NCU = ("ncu", "--clock-control", "none", "--set", "full", "--import-source", "no")
-UNSUPPORTED = b"Device not supported"  # what compute-sanitizer says, under a hypervisor for one
+TINY_PAIR = pair.PairSetting("debug", 2, 32, layers=1, dtype=torch.float32)
 NO_TESTS = 5  # pytest's exit status where nothing was collected
 
 
@@ -223,175 +216,73 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
 
 def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Our backends against every kernel of softmax attention and both forms of FlashDiffAttn."""
-    device = device_of(dry)
-    names, shapes = timed_backends(dry, device), parse_shapes(TINY) if dry else operator_shapes()
-    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=list(PUBLIC), with_rivals=True)
-
-
-def timed_backends(dry: bool, device: str) -> list[str]:
-    names = available_backends(device, torch.bfloat16)
-    return [name for name in names if name not in SLOW or (dry and name == "blockwise")]
+    _operator(dry, seconds, out, earlier, parse_shapes(TINY) if dry else operator_shapes(), torch.bfloat16)
 
 
 def attention_fp32(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """fp32 without tensor cores: whether our kernels are faster than two calls of SDPA."""
-    device = device_of(dry)
-    names = [n for n in ("triton", "sdpa") if n in available_backends(device, torch.float32)]
     shapes = parse_shapes(TINY)[:1] if dry else [gpu_shape(2048, 128), gpu_shape(2048, 64)]
-    _operator(dry, device, seconds, out, earlier, shapes, names, kernels=[], with_rivals=False, dtype=torch.float32)
+    _operator(dry, seconds, out, earlier, shapes, torch.float32)
 
 
 def _operator(
-    dry: bool,
-    device: str,
-    seconds: float,
-    out: Path,
-    earlier: list[dict],
-    shapes: list[Shape],
-    names: list[str],
-    kernels: list[str],
-    with_rivals: bool,
-    dtype: torch.dtype = torch.bfloat16,
+    dry: bool, seconds: float, out: Path, earlier: list[dict], shapes: list[Shape], dtype: torch.dtype
 ) -> None:
-    record = run_attention_benchmark(
-        left_of(shapes, earlier),
-        (dtype,),
-        device=device,
-        backends=names,
-        kernels=kernels,
-        with_rivals=with_rivals,
-        repeats=2 if dry else 9,
-        seconds=seconds,
-        seconds_each=0.1,
-        out=out,
-        on_row=_say("attention"),
-    )
-    _finish(record)
+    device, half = device_of(dry), dtype == torch.bfloat16
+    _finish(run_attention_benchmark(
+        left_of(shapes, earlier), (dtype,), backends=timed_backends(dry, device, dtype),
+        kernels=list(PUBLIC) if half else [], with_rivals=half, **_options(dry, device, seconds, 0.1, out, "attention"),
+    ))  # fmt: skip
+
+
+def timed_backends(dry: bool, device: str, dtype: torch.dtype = torch.bfloat16) -> list[str]:
+    names = available_backends(device, dtype)
+    return [name for name in names if name not in SLOW or (dry and name == "blockwise")]
 
 
 def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """The operator over long caches, and generation by the pair of models."""
     shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
-    eager = [setting for setting in generation.GPU_MODELS if not setting.compiled]
-    _decode(dry, seconds, out, earlier, shapes, [generation.ModelSetting("debug", 1, 24, 4)] if dry else eager)
+    eager = [setting for setting in pair.MODELS["cuda"] if not setting.compiled]
+    _decode(dry, seconds, out, earlier, shapes, [pair.ModelSetting("debug", 1, 24, 4)] if dry else eager)
 
 
 def decode_compiled(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Generation by the pair as a CUDA graph, whose compilation takes most of a minute."""
-    tiny = [generation.ModelSetting("debug", batch, 24, 4, compiled=True) for batch in (1, 2)]
-    compiled = [setting for setting in generation.GPU_MODELS if setting.compiled]
-    _decode(dry, seconds, out, earlier, [], tiny if dry else compiled)
+    tiny = [pair.ModelSetting("debug", batch, 24, 4, compiled=True) for batch in (1, 2)]
+    _decode(dry, seconds, out, earlier, [], tiny if dry else [s for s in pair.MODELS["cuda"] if s.compiled])
 
 
-def _decode(
-    dry: bool,
-    seconds: float,
-    out: Path,
-    earlier: list[dict],
-    shapes: list[decoding.DecodeShape],
-    models: list[generation.ModelSetting],
-) -> None:
+def _decode(dry: bool, seconds: float, out: Path, earlier: list[dict], shapes: list, models: list) -> None:
     device = device_of(dry)
-    record = run_decode_benchmark(
-        left_of(shapes, earlier, kind="operator"),
-        left_of(models, earlier, kind="model"),
-        device=device,
-        backends=timed_backends(dry, device),
-        kernels=list(PUBLIC),
-        repeats=2 if dry else 15,
-        seconds=seconds,
-        seconds_each=0.1,
-        out=out,
-        on_row=_say("decode"),
-    )
-    _finish(record)
+    _finish(decoding.run_decode_benchmark(
+        left_of(shapes, earlier, kind="operator"), left_of(models, earlier, kind="model"),
+        backends=timed_backends(dry, device), kernels=list(PUBLIC),
+        **_options(dry, device, seconds, 0.1, out, "decode"),
+    ))  # fmt: skip
 
 
 def throughput(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
     """Table 7."""
-    settings = [TINY_PAIR] if dry else [s for s in pair_throughput.GPU_SETTINGS if not s.compiled]
-    record = pair_throughput.run_throughput_benchmark(
-        left_of(settings, earlier),
-        device=device_of(dry),
-        repeats=2 if dry else 9,
-        seconds=seconds,
-        seconds_each=3,
-        out=out,
-        on_row=_say("throughput"),
-    )
-    _finish(record)
+    _pair("throughput", dry, seconds, out, earlier)
 
 
 def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The time of a training step by part."""
-    run_step_benchmark(
-        left_of([TINY_PAIR] if dry else GPU_STEPS, earlier),
-        device=device_of(dry),
-        repeats=2 if dry else 9,
-        profiled=1 if dry else 3,
-        seconds_each=0.2 * seconds,
-        out=out,
-        on_row=_say("step"),
-    )
+    """The time of a training step."""
+    _pair("step", dry, seconds, out, earlier)
 
 
-def sweep(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Other tiles of the plain Triton kernels beside those in use."""
-    device = device_of(dry)
-    rows = gpu_sweep.rows(device, seconds, repeats=2 if dry else 9)
-    _finish(collect("sweep", rows, {"machine": machine(device)}, out=out, on_row=_say_row))
+def _pair(name: str, dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+    settings = [TINY_PAIR] if dry else [s for s in pair.SETTINGS[name, "cuda"] if not s.compiled]
+    options = _options(dry, device_of(dry), seconds, 3, out, name)
+    _finish(pair.run_pair_benchmark(name, left_of(settings, earlier), **options))
 
 
-def counters(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Hardware counters of each kernel at the goals' shapes, by ncu; the output as it is."""
-    device = device_of(dry)
-
-    def rows() -> Iterator[dict]:
-        end = time.monotonic() + seconds
-        for i, width in enumerate((128, 64)):
-            under = [] if dry else [*NCU, "--profile-from-start", "off", "-k", "regex:fwd_|bwd_|forward_kernel"]
-            command = [*under, sys.executable, str(Path(__file__).with_name("gpu_sweep.py")), device, str(width)]
-            yield {"width": width, **run_sanitized(command, max(1.0, (end - time.monotonic()) / (2 - i)), 60_000)}
-
-    record = collect("counters", rows(), {"machine": machine(device)}, out=out, on_row=_say_gate)
-    if any(row["gate"] != "passed" for row in record["rows"]):
-        raise Unfinished(f"ncu: {[row['gate'] for row in record['rows']]}")
-
-
-def sanitizer(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """Small launches of all kernels under compute-sanitizer (memory accesses and races), the Hopper kernels first."""
-    end = time.monotonic() + seconds
-    device = device_of(dry)
-
-    def rows() -> Iterator[dict]:
-        calls = (("memcheck", "all"), ("racecheck", "hopper"), ("racecheck", "all"))
-        for i, (tool, what) in enumerate(calls):
-            under = [] if dry else ["compute-sanitizer", "--tool", tool, "--error-exitcode", "9"]
-            command = [*under, sys.executable, str(Path(__file__).with_name("sanitized.py")), what, device]
-            left = max(1.0, end - time.monotonic())
-            yield {"tool": tool, "what": what, **run_sanitized(command, left / (len(calls) - i))}
-
-    record = collect("sanitizer", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
-    gates = [row["gate"] for row in record["rows"]]
-    if any(gate.startswith("failed") for gate in gates):
-        raise SystemExit(f"compute-sanitizer: {gates}")
-    if "unfinished" in gates:
-        raise Unfinished(f"compute-sanitizer: {gates}")
-
-
-def run_sanitized(command: list[str], seconds: float, kept: int = 4000) -> dict:
-    """The verdict of a row and the end of its output. Every tensor has memory of its own, so that overruns show."""
-    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    try:
-        done = subprocess.run(
-            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=seconds, env=environment
-        )
-        gate, output = "passed" if done.returncode == 0 else f"failed: exit status {done.returncode}", done.stdout
-        if UNSUPPORTED in output:
-            gate = "not tried: the tool does not support this device"
-    except subprocess.TimeoutExpired as stopped:
-        gate, output = "unfinished", stopped.stdout or b""
-    return {"gate": gate, "output": output.decode(errors="replace")[-kept:]}
+def _options(dry: bool, device: str, seconds: float, seconds_each: float, out: Path, name: str) -> dict:
+    return {
+        "device": device, "repeats": 2 if dry else 9, "seconds": seconds, "seconds_each": seconds_each, "out": out,
+        "on_row": lambda row: print("  ".join(cell for cell in cells(name, row) if cell), flush=True),
+    }  # fmt: skip
 
 
 def left_of(items: list, earlier: list[dict], **fields) -> list:
@@ -425,14 +316,6 @@ def device_of(dry: bool) -> str:
     return "cuda"
 
 
-def _say(name: str) -> Callable[[dict], None]:
-    return lambda row: print("  ".join(cell for cell in cells(name, row) if cell), flush=True)
-
-
-def _say_gate(row: dict) -> None:
-    print({name: value for name, value in row.items() if name != "output"}, flush=True)
-
-
 def _say_row(row: dict) -> None:
     print("  ".join(map(str, row.values())), flush=True)
 
@@ -447,7 +330,4 @@ STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
     "decode_compiled": decode_compiled,
     "throughput": throughput,
     "step": step,
-    "sweep": sweep,
-    "counters": counters,
-    "sanitizer": sanitizer,
 }

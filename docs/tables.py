@@ -72,59 +72,6 @@ def _days(seconds: float) -> str:
     return f"{days:,.0f} days" if days >= 10 else f"{days:.1f} days" if days >= 1 else f"{24 * days:.1f} hours"
 
 
-SERVING = DOCS.parent / "benchmarks" / "results" / "serving_vllm.json"
-WAYS = {"vllm": "vLLM", "transformers": "transformers' batching"}
-
-
-def throughput() -> str:
-    """Tokens/s of the DIFF Transformer, and the ratio to the matched Transformer's, of each way to answer requests."""
-    if not SERVING.exists():
-        return "Throughput: not recorded yet (`benchmarks/serving_engine.py throughput`)."
-    record = json.loads(SERVING.read_text())
-    cells = {(row["load"], row["requests"], row["by"]): row for row in record["rows"]}
-    loads = dict.fromkeys((row["load"], row["prompt"], row["answer"]) for row in record["rows"])
-    requests = sorted({row["requests"] for row in record["rows"]})
-    lines = [
-        f"DIFF's tokens/s, prompts and answers together, and its ratio to the matched Transformer's, with quartiles "
-        f"for vLLM ({record['vllm']}, {record['settings']['dtype']}, {record['provenance']['cpu']}):",
-        "",
-        "| tokens of prompt + answer |" + "".join(f" {n} request{'s' * (n > 1)} |" for n in requests),
-        "|---" * (1 + len(requests)) + "|",
-    ]
-    for load, prompt, answer in loads:
-        for way, name in WAYS.items():
-            found = [_speed(cells.get((load, n, way)), spread=way == "vllm") for n in requests]
-            lines.append(f"| {prompt} + {answer}, {name} | {' | '.join(found)} |")
-    return "\n".join(lines)
-
-
-def _speed(row: dict | None, spread: bool) -> str:
-    if row is None:
-        return ""
-    low, high = row["ratio_quartiles"]
-    return f"{row['diff_tokens_per_second']:,.0f}, {row['ratio']:.2f}" + f" ({low:.2f} to {high:.2f})" * spread
-
-
-STOPS = DOCS.parent / "benchmarks" / "results" / "checkpoints.json"
-
-
-def checkpoints() -> str:
-    """For how long a checkpoint stops training, by number of processes and way to write it."""
-    if not STOPS.exists():
-        return "Not recorded yet (`benchmarks/checkpoints.py`)."
-    record = json.loads(STOPS.read_text())
-    lines = [
-        "| processes | checkpoint | state | training stands still: median, longest | 23 steps with two checkpoints |",
-        "|---|---|---|---|---|",
-    ]
-    for row in record["rows"]:
-        way = row["way"] + (", before" if row["version"] == "before" else "")
-        stopped = f"{row['stopped']:.2f} s, {row['longest']:.2f} s"
-        cells = [str(row["processes"]), way, f"{row['bytes'] / 1e6:,.0f} MB", stopped, f"{row['seconds']:.0f} s"]
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"{record['provenance']['cpu']}, PyTorch {record['provenance']['torch']}, gloo."])
-
-
 def reliability() -> str:
     """The faults of the reliability record by part; those with the same outcomes share a line."""
     rows = json.loads((DOCS.parent / "benchmarks" / "results" / "reliability.json").read_text())["rows"]
@@ -155,10 +102,9 @@ def architectures() -> str:
 
 
 TABLES = {
-    DOCS / "pretraining.md": {"memory": memory, "checkpoints": checkpoints},
+    DOCS / "pretraining.md": {"memory": memory},
     DOCS / "pretrained_to_diff.md": {"architectures": architectures},
     DOCS / "reproduction.md": {"claims": claims_table},
-    DOCS / "serving.md": {"throughput": throughput},
     DOCS / "reliability.md": {"reliability": reliability},
 }
 

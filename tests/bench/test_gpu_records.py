@@ -69,10 +69,10 @@ def test_installed_under_the_names_that_tables_are_made_from(records, tmp_path, 
     assert [(r["backend"], r["length"], r["both_ms"]) for r in rows] == [
         ("softmax", 4096, 1.0), ("triton", 4096, 1.0), ("triton", 512, 1.0),
     ]  # fmt: skip
-    import readme_tables
+    import tables
 
-    tables = {path.name for _, path in readme_tables.TABLES.values() if path.stem.endswith("_gpu")}
-    assert tables <= {f"{name}.json" for name in records.INSTALLED}
+    names = {path.name for _, path in tables.TABLES.values() if path.stem.endswith("_gpu")}
+    assert names <= {f"{name}.json" for name in records.INSTALLED}
 
 
 def test_one_file_holds_all_records(records, tmp_path, monkeypatch, capsys):
@@ -98,10 +98,10 @@ def test_without_a_record_nothing_is_installed(records, tmp_path, capsys):
 
 
 def test_every_gpu_table_has_its_place(records):
-    import readme_tables
+    import tables
 
     text = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
-    for name in readme_tables.TABLES:
+    for name in tables.TABLES:
         assert f"<!-- {name} -->" in text or not name.endswith("_gpu")
 
 

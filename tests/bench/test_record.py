@@ -4,8 +4,6 @@ from types import SimpleNamespace
 import torch
 
 from diff_transformer.bench import record
-from diff_transformer.bench.record import Deadline
-from diff_transformer.bench.timing import ceilings
 
 
 def test_a_gpu_is_described(monkeypatch):
@@ -37,19 +35,7 @@ def test_versions():
     assert record.version_of("no_such_package_at_all") is None
 
 
-def test_ceilings_count_operations_and_both_ways_of_a_copy(monkeypatch):
-    from diff_transformer.bench import timing as measured
-    from diff_transformer.bench.timing import Times
-
-    monkeypatch.setattr(
-        measured, "interleaved_times", lambda runs, *rest: {name: Times(0.5, 0.5, 0.5, (0.5,)) for name in runs}
-    )
-    found = ceilings("cpu", (torch.float32, torch.bfloat16), size=100, copied=10**9 // 2**10)
-    assert found["matmul_tflops"] == {"float32": 4e-6, "bfloat16": 4e-6}
-    assert found["copy_gb_per_s"] == round(2 * (10**9 // 2**10) / 0.5 / 1e9, 2)
-
-
-def test_deadlines():
-    assert not Deadline().passed()
-    assert not Deadline(60).passed()
-    assert Deadline(0).passed()
+def test_nothing_begins_after_the_time():
+    work = [(name, lambda name=name: [{"name": name}]) for name in "ab"]
+    assert list(record.in_turn(work, None)) == [{"name": "a"}, {"name": "b"}]
+    assert list(record.in_turn(work, 0)) == [{"unfinished": "out of time before a, b"}]

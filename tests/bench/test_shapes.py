@@ -1,13 +1,6 @@
 import pytest
 
-from diff_transformer.bench.shapes import (
-    FULL_GRID,
-    GPU_FULL_GRID,
-    GPU_SHORT_GRID,
-    Shape,
-    default_grid,
-    parse_shapes,
-)
+from diff_transformer.bench.shapes import Shape, default_grid, parse_shapes
 
 
 def test_the_unit_counts_pairs():
@@ -17,19 +10,16 @@ def test_the_unit_counts_pairs():
 
 
 def test_grids_cover_the_goals():
-    cpu = {(s.length, s.width) for s in FULL_GRID}
+    cpu = {(s.length, s.width) for s in default_grid("cpu", full=True)}
     assert {(n, d) for n in (512, 1024, 2048, 4096, 8192) for d in (32, 64, 128)} <= cpu
-    gpu = {(s.length, s.width, s.causal) for s in GPU_FULL_GRID}
+    gpu = default_grid("cuda:0", full=True)
     lengths = (512, 1024, 2048, 4096, 8192, 16384, 32768)
-    assert {(n, d, c) for n in lengths for d in (64, 96, 128) for c in (True, False)} == gpu
-    assert default_grid("cuda:0", full=False) == GPU_SHORT_GRID
-    assert default_grid("cpu", full=True) == FULL_GRID
-
-
-def test_shapes_from_text():
-    assert parse_shapes("4x12x4096x128, 1x2x33x8n") == [Shape(4, 12, 4096, 128), Shape(1, 2, 33, 8, False)]
-    for shape in GPU_FULL_GRID:
+    expected = {(n, d, c) for n in lengths for d in (64, 96, 128) for c in (True, False)}
+    assert {(s.length, s.width, s.causal) for s in gpu} == expected
+    assert {(s.length, s.causal) for s in default_grid("cuda:0", full=False)} == {(4096, True), (2048, True)}
+    for shape in gpu:
         assert parse_shapes(str(shape)) == [shape]
+    assert parse_shapes("4x12x4096x128, 1x2x33x8n") == [Shape(4, 12, 4096, 128), Shape(1, 2, 33, 8, False)]
 
 
 @pytest.mark.parametrize("text", ["", "4x4", "1x2x3x4m", "1x0x8x8", "axbxcxd"])

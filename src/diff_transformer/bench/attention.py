@@ -22,7 +22,6 @@ from diff_transformer.bench.contenders import (
     KERNELS,
     SOFTMAX_UNITS,
     Contender,
-    Function,
     Gate,
     backend_contenders,
     baselines,
@@ -49,7 +48,6 @@ def run_attention_benchmark(
     backends: list[str] | None = None,
     kernels: list[str] | None = None,
     with_rivals: bool | None = None,
-    extra: dict[str, Function] | None = None,
     repeats: int = 7,
     seconds: float | None = None,
     seconds_each: float | None = None,
@@ -68,7 +66,6 @@ def run_attention_benchmark(
         kernels: SDPA's kernels for softmax attention ("flash", "cudnn", "efficient", "math"); by default all of them
             on CUDA, and SDPA's own choice on the CPU.
         with_rivals: also time FlashDiffAttn_1 and _2 on the same kernels; by default on CUDA only.
-        extra: further functions of (q1, q2, k1, k2, v, lam, *, is_causal), by name, timed as backends.
         repeats: turns.
         seconds: start no new shape after this time.
         seconds_each: time limit of one function at one shape.
@@ -89,9 +86,6 @@ def run_attention_benchmark(
         gate = Gate(shape, dtype, device)
         contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
         contenders += backend_contenders(ours(shape, dtype), gate.full, shape.causal)
-        contenders += [
-            Contender(name, "backend", f, tuple(gate.full), shape.causal) for name, f in (extra or {}).items()
-        ]
         contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
         yield from measure(contenders, gate, ceiling, repeats, seconds_each)
 
@@ -119,7 +113,7 @@ def measure(
     timed = [c for c in contenders if is_timed(c.role, verdicts[c.name])]
     peaks = {c.name: peak_memory(calls(c)["both"], gate.device) for c in timed}
     runs = {(c.name, kind): run for c in timed for kind, run in calls(c, retain=True).items()}
-    times = interleaved_times(runs, repeats, gate.device, seconds=seconds_each)
+    times = interleaved_times(runs, repeats, gate.device, seconds=seconds_each, kernels=True)
     del runs  # and with them the retained graphs
     ceiling_tflops = ceiling["matmul_tflops"][dtype]
     for c in contenders:
@@ -140,22 +134,12 @@ def measure(
 def first_fields(contender: Contender, gate: Gate) -> dict:
     """The fields of a row that name the contender and the shape."""
     dtype = str(gate.dtype).removeprefix("torch.")
-    return {
-        "backend": contender.name,
-        "role": contender.role,
-        "dtype": dtype,
-        **asdict(gate.shape),
-        **contender.facts,
-    }
+    return {"backend": contender.name, "role": contender.role, "dtype": dtype, **asdict(gate.shape), **contender.facts}
 
 
 def verdict(contender: Contender, gate: Gate) -> str:
     """The row's field "gate"."""
-    return run_gate(
-        contender.role,
-        calls(contender)["both"],
-        lambda: gate.check(contender.function),
-    )
+    return run_gate(contender.role, calls(contender)["both"], lambda: gate.check(contender.function))
 
 
 def run_gate(role: str, run: Callable[[], object], check: Callable[[], object]) -> str:

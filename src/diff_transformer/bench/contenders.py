@@ -6,7 +6,6 @@ under its own name: softmax[cudnn], FlashDiffAttn_2[flash].
 """
 
 import os
-import warnings
 from collections.abc import Callable, Generator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -109,23 +108,23 @@ def baselines(shape: Shape, inputs: tuple[Tensor, Tensor, Tensor], kernels: list
 
 def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
     """FlashDiffAttn_1 and _2 on SDPA's choice and on each of the other ``kernels``."""
-    found = []
+    contenders = []
     for form in (1, 2):
         chosen = default_kernel(x.q1, x.k1, x.v.chunk(form, dim=-1)[0], is_causal)
         for k in (None, *(k for k in kernels if k not in (chosen, "math"))):
             name, function = named(f"{RIVAL}_{form}", k), flash_diff_attention(form, k)
-            found.append(Contender(name, "rival", function, tuple(x), is_causal, facts={"sdpa": k or chosen}))
-    return found
+            contenders.append(Contender(name, "rival", function, tuple(x), is_causal, facts={"sdpa": k or chosen}))
+    return contenders
 
 
 def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Contender]:
     """All of ``names``. Where the Hopper kernels run, "triton" also takes part without them."""
-    found = []
+    contenders = []
     for name in names:
-        found.append(backend_contender(name, x, is_causal))
-        if found[-1].facts.get("kernels") == "hopper":
-            found.append(backend_contender(name, x, is_causal, "plain"))
-    return found
+        contenders.append(backend_contender(name, x, is_causal))
+        if contenders[-1].facts.get("kernels") == "hopper":
+            contenders.append(backend_contender(name, x, is_causal, "plain"))
+    return contenders
 
 
 def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None = None) -> Contender:
@@ -174,19 +173,16 @@ def refusal(run: Callable[[], object]) -> str | None:
         torch.AcceleratorError: if the device was lost.
         RuntimeError: if Triton could not launch one of our kernels.
     """
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            run()
-            wait_for_device()
-        except FAULT:
+    try:
+        run()
+        wait_for_device()
+    except FAULT:
+        raise
+    except (RuntimeError, NotImplementedError, ValueError) as error:
+        wait_for_device()
+        if str(error).startswith("Triton Error"):
             raise
-        except (RuntimeError, NotImplementedError, ValueError) as error:
-            wait_for_device()
-            if str(error).startswith("Triton Error"):
-                raise
-            said = [str(error), *(str(warning.message) for warning in caught)]
-            return " ".join(dict.fromkeys(line.split("(Triggered")[0].strip() for line in said))[:300]
+        return " ".join(str(error).split())[:300]
     return None
 
 

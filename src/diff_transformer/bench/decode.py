@@ -17,7 +17,7 @@ from torch import Tensor
 
 from diff_transformer.bench.attention import is_timed, ratio, run_gate
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
-from diff_transformer.bench.generation import ModelSetting, model_rows
+from diff_transformer.bench.pair import ModelSetting, generation_rows
 from diff_transformer.bench.record import collect, free_memory, in_turn, machine
 from diff_transformer.bench.timing import Times, ceilings, interleaved_times
 from diff_transformer.checks import require_positive
@@ -56,24 +56,17 @@ CPU_GRID = [
     for batch in (1, 4)
     for cache in (512, 1024, 2048, 4096)
 ]
-HEADS = (
-    (12, 12, 128),
-    (16, 4, 128),
-    (16, 16, 64),
-    (16, 4, 64),
-)  # h, g, d: that of 3B, then one or four queries per key
-# (batch, cache) of a GPU, the most informative first.
+HEADS = ((12, 12, 128), (16, 4, 128), (16, 16, 64), (16, 4, 64))  # h, g, d: that of 3B, then one or four queries a key
+# (batch, cache) of a GPU, the most informative first; the others with --full.
 TELLING = ((1, 4096), (16, 4096), (1, 16384), (64, 1024), (1, 65536), (64, 4096), (4, 16384), (16, 16384))
-GPU_GRID = sorted(
-    (
-        DecodeShape(batch, h, g, cache, d)
-        for h, g, d in HEADS
-        for batch in (1, 4, 16, 64)
-        for cache in (1024, 4096, 16384, 65536)
-    ),
-    key=lambda shape: (*TELLING, (shape.batch, shape.cache)).index((shape.batch, shape.cache)),
-)
-GPU_SHORT_GRID = [shape for shape in GPU_GRID if (shape.batch, shape.cache) in TELLING]
+GPU_SHORT_GRID = [DecodeShape(batch, h, g, cache, d) for batch, cache in TELLING for h, g, d in HEADS]
+GPU_GRID = GPU_SHORT_GRID + [
+    DecodeShape(batch, h, g, cache, d)
+    for batch in (1, 4, 16, 64)
+    for cache in (1024, 4096, 16384, 65536)
+    if (batch, cache) not in TELLING
+    for h, g, d in HEADS
+]
 
 
 class KeysValues(NamedTuple):
@@ -157,7 +150,7 @@ def run_decode_benchmark(
     A row of kind "operator" has backend, role, dtype, batch, heads, kv_heads, cache, width, gate, us (microseconds a
     call), us_quartiles, ratio (over softmax attention on SDPA's own choice, the median over the turns), ratios over its
     other kernels, gb_per_s and copy_share (of the bytes a call must move), caches (rotated) and graph (whether
-    replayed). Rows of kind "model" are those of ``model_rows``. Parameters as in ``run_attention_benchmark``.
+    replayed). Rows of kind "model" are those of ``generation_rows``. Parameters as in ``run_attention_benchmark``.
     """
     require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
     cuda = torch.device(device).type == "cuda"
@@ -170,7 +163,7 @@ def run_decode_benchmark(
 
     of_models = {
         compiled: [
-            (f"the models at {setting}", partial(model_rows, setting, device, repeats))
+            (f"the models at {setting}", partial(generation_rows, setting, device, repeats))
             for setting in models or []
             if setting.compiled == compiled
         ]
@@ -216,7 +209,7 @@ def measure(
         facts[name]["gate"] = run_gate(facts[name]["role"], run, check)
         if is_timed(facts[name]["role"], facts[name]["gate"]):
             runs[name, "decode"], graphs[name] = as_graph(caches, call)
-    times = interleaved_times(runs, repeats, caches.device, seconds=seconds_each)
+    times = interleaved_times(runs, repeats, caches.device, seconds=seconds_each, kernels=True)
     others = [n for n in graphs if facts[n]["role"] == "baseline" and n != BASELINE]
     for name in calls:
         row = first_fields(caches, name) | facts[name]

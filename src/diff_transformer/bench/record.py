@@ -4,7 +4,7 @@ The file is rewritten after every row, so an interrupted run keeps what it has.
 """
 
 import gc
-import importlib.util
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -40,30 +40,19 @@ def machine(device: str) -> dict:
 
 
 def free_memory(device: str | torch.device) -> int:
-    """Free bytes of a CUDA device, after PyTorch has released its cache; for the CPU, of the machine."""
+    """Free bytes of a CUDA device, after PyTorch has released its cache; of the machine for the CPU."""
     gc.collect()
     if torch.device(device).type != "cuda":
-        return available_memory()
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
     torch.cuda.empty_cache()
     return torch.cuda.mem_get_info(device)[0]
 
 
-def available_memory() -> int:
-    """Bytes that the machine can give without swapping; all of its memory where the system does not say."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def version_of(module: str) -> str | None:
+def version_of(package: str) -> str | None:
     """Version of a package; None if it is not installed."""
     try:
-        if importlib.util.find_spec(module) is None:
-            return None
-        return getattr(importlib.import_module(module), "__version__", "unknown")
-    except (ImportError, ValueError):
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
         return None
 
 
@@ -78,21 +67,11 @@ def smi() -> dict[str, str]:
     return {name: value.strip() for name, value in zip(QUERY, values, strict=False)}
 
 
-class Deadline:
-    """A time limit from now; ``seconds=None`` is no limit."""
-
-    def __init__(self, seconds: float | None = None):
-        self.end = None if seconds is None else time.monotonic() + seconds
-
-    def passed(self) -> bool:
-        return self.end is not None and time.monotonic() >= self.end
-
-
 def in_turn(work: Sequence[tuple[str, Callable[[], Iterable[dict]]]], seconds: float | None) -> Iterator[dict]:
     """The rows of each piece of ``work``. None begins after ``seconds``; {"unfinished": ...} then has their names."""
-    deadline = Deadline(seconds)
+    began = time.monotonic()
     for i, (_, rows) in enumerate(work):
-        if deadline.passed():
+        if seconds is not None and time.monotonic() - began >= seconds:
             yield {"unfinished": f"out of time before {', '.join(name for name, _ in work[i:])}"}
             return
         yield from rows()
@@ -111,7 +90,7 @@ def collect(
     {"unfinished": reason} is not a row: it sets the record's field of that name. ``out`` is written after every row.
     """
     record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**facts)}
-    save(record, out)
+    _save(record, out)
     with on_device(facts.get("device", "cpu")):
         for row in rows:
             if "unfinished" in row:
@@ -120,12 +99,11 @@ def collect(
                 record["rows"].append(row)
                 if on_row is not None:
                     on_row(row)
-            save(record, out)
+            _save(record, out)
     return record
 
 
-def save(record: dict, out: Path | None) -> None:
-    """Write the record atomically; do nothing where ``out`` is None."""
+def _save(record: dict, out: Path | None) -> None:
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
         write_whole(out, json.dumps(record, indent=1) + "\n")

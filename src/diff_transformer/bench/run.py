@@ -61,7 +61,8 @@ def run_bench(
 
 
 def _run(name: str, full: bool, device: str, grid: str | None, options: dict) -> dict:
-    cuda = torch.device(device).type == "cuda"
+    kind = torch.device(device).type
+    cuda = kind == "cuda"
     if name == "attention":
         from diff_transformer.bench.attention import run_attention_benchmark
 
@@ -69,53 +70,43 @@ def _run(name: str, full: bool, device: str, grid: str | None, options: dict) ->
         if cuda:
             options = {"dtypes": (torch.bfloat16,), "repeats": 20, "seconds_each": 0.5, **options}
         return run_attention_benchmark(shapes, device=device, **options)
+    from diff_transformer.bench import pair
+
     if name == "decode":
-        from diff_transformer.bench import decode, generation
+        from diff_transformer.bench import decode
 
         shapes = (decode.GPU_GRID if full else decode.GPU_SHORT_GRID) if cuda else decode.CPU_GRID
-        models = generation.GPU_MODELS if cuda else generation.CPU_MODELS
         options = {"dtypes": (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16), **options}
-        return decode.run_decode_benchmark(shapes, models, device=device, **options)
-    if name == "step":
-        from diff_transformer.bench import step
-
-        return step.run_step_benchmark(step.GPU_SETTINGS if cuda else step.CPU_SETTINGS, device=device, **options)
-    from diff_transformer.bench import throughput
-
-    settings = throughput.GPU_SETTINGS if cuda else throughput.CPU_SETTINGS
-    return throughput.run_throughput_benchmark(settings, device=device, **options)
+        return decode.run_decode_benchmark(shapes, pair.MODELS[kind], device=device, **options)
+    return pair.run_pair_benchmark(name, pair.SETTINGS[name, kind], device=device, **options)
 
 
 TITLES = {
     "attention": "time over that of softmax attention with twice the heads",
     "decode": "one query over a cache; time over that of softmax attention with twice the heads",
     "throughput": "tokens a second, and over the Transformer's",
-    "step": "a training step, and where its time goes",
+    "step": "tokens a second of a training step, and over the Transformer's",
 }
-COLUMNS = {
-    "attention": ("who", "", "B, h, N, d", "fwd", "bwd", "both", "ms", "peak", "MB"),
-    "decode": ("who", "", "B, h/g, S, d", "ratio", "us", "GB/s", "copy", "tokens/s"),
-    "throughput": ("who", "", "B, N, layers", "fwd+bwd", "ratio", "MFU", "prefill", "ratio", "MFU"),
-    "step": (
-        "who",
-        "",
-        "B, N, layers",
-        "ms",
-        "tokens/s",
-        "ratio",
-        "MFU",
-        "attention",
-        "norm",
-        "RoPE",
-        "W_QKVO",
-        "MLP",
-        "output",
-        "AdamW",
-        "data",
-        "other",
-    ),
-}
-WIDTH = 120  # characters, if the output is not a terminal
+COLUMNS = {  # title, field of a row, format
+    "attention": [
+        ("fwd", "forward_ratio", ".2f"), ("bwd", "backward_ratio", ".2f"), ("both", "both_ratio", ".2f"),
+        ("ms", "both_ms", ".2f"), ("peak", "both_share", ".0%"), ("bytes", "peak_bytes", ".2g"),
+    ],
+    "decode": [
+        ("ratio", "ratio", ".2f"), ("us", "us", ".1f"), ("GB/s", "gb_per_s", ".0f"), ("copy", "copy_share", ".0%"),
+        ("tokens/s", "tokens_per_second", ",.0f"),
+    ],
+    "throughput": [
+        ("fwd+bwd", "forward_backward_tokens_per_second", ",.0f"), ("ratio", "forward_backward_ratio", ".3f"),
+        ("MFU", "forward_backward_mfu", ".0%"), ("prefill", "prefill_tokens_per_second", ",.0f"),
+        ("ratio", "prefill_ratio", ".3f"), ("MFU", "prefill_mfu", ".0%"),
+    ],
+    "step": [
+        ("tokens/s", "step_tokens_per_second", ",.0f"), ("ratio", "step_ratio", ".3f"), ("MFU", "step_mfu", ".0%"),
+    ],
+}  # fmt: skip
+SIZES = ("batch", "heads", "kv_heads", "length", "cache", "width", "layers")
+WIDTH = 100  # characters, if the output is not a terminal
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
 
@@ -130,8 +121,10 @@ def live_table(name: str) -> Generator[Callable[[dict], None]]:
     if not console.is_terminal:
         console = Console(width=WIDTH)
     table = Table(title=TITLES[name], title_justify="left", box=None, padding=(0, 1, 0, 0))
-    for i, column in enumerate(COLUMNS[name]):
-        table.add_column(column, no_wrap=True, justify="left" if i < 3 else "right")
+    for column in ("who", "", "size"):
+        table.add_column(column, no_wrap=True)
+    for title, _, _ in COLUMNS[name]:
+        table.add_column(title, no_wrap=True, justify="right")
 
     def show(row: dict) -> None:
         faint = "dim" if row.get("role") == "baseline" or row.get("side") == "softmax" else ""
@@ -145,72 +138,22 @@ def live_table(name: str) -> Generator[Callable[[dict], None]]:
 
 
 def cells(name: str, row: dict) -> list[str]:
-    """The cells of a row, as text."""
-    make = {"attention": _attention, "decode": _decode, "throughput": _throughput, "step": _step}[name]
-    return make(row)
+    """The cells of a row, as text. A default of SDPA is named with the kernel that ran."""
+    who = row["backend"] if "backend" in row else f"{row['model']} {row['side']}{', compiled' * row['compiled']}"
+    if row.get("sdpa") and "[" not in who:
+        who += f" = {row['sdpa']}"
+    if row.get("gate", "").startswith(("failed", "skipped")):
+        who += f", {row['gate'].split(':')[0]}"
+    size = ", ".join(str(row[field]) for field in SIZES if field in row) + " full" * (not row.get("causal", True))
+    values = ("-" if row.get(field) is None else format(row[field], form) for _, field, form in COLUMNS[name])
+    return [who, DTYPES[row["dtype"]], size, *values]
 
 
 def print_failures(record: dict) -> None:
     """Print the full messages of failed and skipped gates."""
     for row in record["rows"]:
         if row.get("gate", "").startswith(("failed", "skipped")):
-            size = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "cache", "width") if k in row)
+            size = ", ".join(str(row[field]) for field in SIZES if field in row)
             print(f"{row['backend']} {row['dtype']} {size}: {row['gate']}")
     if "unfinished" in record:
         print(record["unfinished"])
-
-
-def _attention(row: dict) -> list[str]:
-    shape = ", ".join(str(row[k]) for k in ("batch", "heads", "length", "width"))
-    first = [_who(row), DTYPES[row["dtype"]], shape + ("" if row["causal"] else " full")]
-    if "forward_ms" not in row:
-        return [*first, row["gate"].split(":")[0]]
-    ratios = [_number(row, f"{kind}_ratio", 2) for kind in ("forward", "backward", "both")]
-    ms = _number(row, "both_ms" if "both_ms" in row else "forward_ms", 2)
-    return [*first, *ratios, ms, _percent(row, "both_share"), f"{row['peak_bytes'] / 2**20:.0f}"]
-
-
-def _decode(row: dict) -> list[str]:
-    if row["kind"] == "model":
-        who = f"{row['model']} {row['side']}, {row['layers']} of {row['layers_of_preset']} layers{_compiled(row)}"
-        rates = [_number(row, "ratio", 2), "", "", "", f"{row['tokens_per_second']:,.0f}"]
-        return [who, DTYPES[row["dtype"]], f"{row['batch']}, {row['cache']}", *rates]
-    size = f"{row['batch']}, {row['heads']}/{row['kv_heads']}, {row['cache']}, {row['width']}"
-    if "us" not in row:
-        return [_who(row), DTYPES[row["dtype"]], size, row["gate"].split(":")[0]]
-    rate = [_number(row, "ratio", 2), _number(row, "us", 1), _number(row, "gb_per_s", 0), _percent(row, "copy_share")]
-    return [_who(row), DTYPES[row["dtype"]], size, *rate]
-
-
-def _throughput(row: dict) -> list[str]:
-    size = f"{row['batch']}, {row['length']}, {row['layers']} of {row['layers_of_preset']}"
-    rates = []
-    for kind in ("forward_backward", "prefill"):
-        rates += [f"{row[f'{kind}_tokens_per_second']:,.0f}", _number(row, f"{kind}_ratio", 3)]
-        rates.append(_percent(row, f"{kind}_mfu"))
-    return [f"{row['model']} {row['side']}{_compiled(row)}", DTYPES[row["dtype"]], size, *rates]
-
-
-def _step(row: dict) -> list[str]:
-    size = f"{row['batch']}, {row['length']}, {row['layers']} of {row['layers_of_preset']}"
-    rates = [f"{row['step_ms']:.1f}", f"{row['tokens_per_second']:,.0f}", _number(row, "ratio", 3)]
-    shares = [_percent(row["shares"], part) for part in row["shares"]]
-    return [f"{row['model']} {row['side']}", DTYPES[row["dtype"]], size, *rates, _percent(row, "mfu"), *shares]
-
-
-def _compiled(row: dict) -> str:
-    return ", compiled" if row.get("compiled") else ""
-
-
-def _who(row: dict) -> str:
-    """The contender's name; a default is named with the kernel that ran."""
-    kernel = row.get("sdpa")
-    return row["backend"] if kernel is None or "[" in row["backend"] else f"{row['backend']} = {kernel}"
-
-
-def _number(row: dict, key: str, digits: int) -> str:
-    return "-" if row.get(key) is None else f"{row[key]:.{digits}f}"
-
-
-def _percent(row: dict, key: str) -> str:
-    return "-" if row.get(key) is None else f"{100 * row[key]:.0f} %"

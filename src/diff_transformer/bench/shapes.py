@@ -31,40 +31,20 @@ class Shape:
         return f"{self.batch}x{self.heads}x{self.length}x{self.width}{'' if self.causal else 'n'}"
 
 
-SHORT_GRID = [
-    Shape(16, 4, 128, 16),
-    Shape(4, 4, 512, 32),
-    Shape(1, 4, 1024, 128),
-    Shape(1, 4, 2048, 32),
-    Shape(1, 4, 2048, 64),
-]
-FULL_GRID = [
-    Shape(16, 4, 128, 16),
-    Shape(16, 4, 256, 32),
-    *(
-        Shape(batch, heads, length, width)
-        for batch, heads, length in ((4, 4, 512), (2, 4, 1024), (1, 4, 2048), (1, 2, 4096), (1, 1, 8192))
-        for width in (32, 64, 128)
-    ),
-]
-
-
 def gpu_shape(length: int, width: int, causal: bool = True) -> Shape:
     """A batch of ``TOKENS`` tokens with the number of heads of the model that has this head width."""
     return Shape(max(1, TOKENS // length), HEADS[width], length, width, causal)
 
 
-GPU_SHORT_GRID = [gpu_shape(length, width) for length in (4096, 2048) for width in (128, 64, 96)]
-GPU_FULL_GRID = [
-    gpu_shape(length, width, causal) for causal in (True, False) for width in (128, 64, 96) for length in LENGTHS
-]
-
-
 def default_grid(device: str, full: bool) -> list[Shape]:
     """The shapes that ``bench attention`` times by default."""
     if device.startswith("cuda"):
-        return GPU_FULL_GRID if full else GPU_SHORT_GRID
-    return FULL_GRID if full else SHORT_GRID
+        masks, lengths = ((True, False), LENGTHS) if full else ((True,), (4096, 2048))
+        return [gpu_shape(length, width, causal) for causal in masks for length in lengths for width in HEADS]
+    if not full:
+        return parse_shapes("16x4x128x16,4x4x512x32,1x4x1024x128,1x4x2048x32,1x4x2048x64")
+    sizes = ((4, 4, 512), (2, 4, 1024), (1, 4, 2048), (1, 2, 4096), (1, 1, 8192))
+    return parse_shapes("16x4x128x16,16x4x256x32") + [Shape(*size, width) for size in sizes for width in (32, 64, 128)]
 
 
 def parse_shapes(text: str) -> list[Shape]:

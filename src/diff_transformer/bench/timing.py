@@ -1,4 +1,4 @@
-"""Interleaved timing on the device's own clock, and the measured peak rates of a device."""
+"""Timing in turns on the device's own clock, and the measured peak rates of a device."""
 
 import statistics
 import time
@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils.benchmark import Timer
 
 AT_LEAST = 3  # turns per function, even beyond the time limit
-HEAD_START = 2_000_000  # cycles, about 1 ms, in which the host queues a run of many launches
 MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrix product
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**27}
 
@@ -37,49 +37,25 @@ def summary(seconds: list[float]) -> Times:
     return Times(statistics.median(seconds), low, high, tuple(seconds))
 
 
-class WallClock:
-    """Wall-clock time, for devices that have finished when the call returns."""
-
-    def start(self, run: Callable[[], object]) -> float:
-        begin = time.perf_counter()
-        run()
-        return time.perf_counter() - begin
-
-    def read(self, measured: float) -> float:
-        return measured
-
-
 def on_device(device: str | torch.device) -> AbstractContextManager:
     """Context manager that makes a GPU the current one, on whose stream events, waits and graphs are."""
     return torch.cuda.device(device) if torch.device(device).type == "cuda" else nullcontext()
 
 
-class EventClock:
-    """CUDA events around a run. First it overwrites the L2 cache and lets the device wait until the run is queued."""
+def seconds_of(run: Callable[[], object], device: str | torch.device, *, kernels: bool = False) -> float:
+    """Seconds of one call, after at least one that does not count.
 
-    def __init__(self, device: str | torch.device = "cuda"):
-        self.device = device
-        cache = torch.cuda.get_device_properties(device).L2_cache_size
-        self.cold = torch.empty(4 * cache, dtype=torch.uint8, device=device)
+    Args:
+        kernels: on a GPU, the time of the kernels alone, after a flush of its L2 cache, by ``triton.testing.do_bench``;
+            otherwise wall-clock time until the device has finished, by ``torch.utils.benchmark``.
+    """
+    with on_device(device):
+        if kernels and torch.device(device).type == "cuda":
+            from triton.testing import do_bench
 
-    def start(self, run: Callable[[], object]):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        with on_device(self.device):
-            self.cold.zero_()
-            torch.cuda._sleep(HEAD_START)
-            begin.record()
-            run()
-            end.record()
-        return begin, end
-
-    def read(self, measured) -> float:
-        begin, end = measured
-        end.synchronize()
-        return begin.elapsed_time(end) / 1e3
-
-
-def clock_of(device: str | torch.device):
-    return EventClock(device) if torch.device(device).type == "cuda" else WallClock()
+            return do_bench(run, warmup=1, rep=1, return_mode="median") / 1e3
+        timer = Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads())
+        return timer.blocked_autorange(min_run_time=1e-3).median
 
 
 def interleaved_times(
@@ -88,53 +64,40 @@ def interleaved_times(
     device: str,
     *,
     seconds: float | None = None,
-    warmup: int = 2,
+    kernels: bool = False,
 ) -> dict[Any, Times]:
     """Median and quartiles of every function in ``runs``, in turns. Every other turn runs in the opposite order.
 
     ``seconds`` limits the time of each function: beyond it, and after 3 turns, the function takes no further turn.
+    ``kernels``: as in ``seconds_of``.
     """
-    for run in [*runs.values()] * warmup:
-        run()
-    clock = clock_of(device)
     seen: dict[Any, list[float]] = {key: [] for key in runs}
+    spent = dict.fromkeys(runs, 0.0)
     for repeat in range(repeats):
-        playing = [k for k in runs if seconds is None or len(seen[k]) < AT_LEAST or sum(seen[k]) < seconds]
-        if not playing:
-            break
-        started = [(key, clock.start(runs[key])) for key in (playing if repeat % 2 == 0 else reversed(playing))]
-        for key, measured in started:
-            seen[key].append(clock.read(measured))
+        playing = [key for key in runs if seconds is None or len(seen[key]) < AT_LEAST or spent[key] < seconds]
+        for key in playing if repeat % 2 == 0 else reversed(playing):
+            began = time.perf_counter()
+            seen[key].append(seconds_of(runs[key], device, kernels=kernels))
+            spent[key] += time.perf_counter() - began
     return {key: summary(values) for key, values in seen.items()}
 
 
-def ceilings(
-    device: str,
-    dtypes: tuple[torch.dtype, ...],
-    *,
-    repeats: int = 10,
-    size: int | None = None,
-    copied: int | None = None,
-) -> dict:
+def ceilings(device: str, dtypes: tuple[torch.dtype, ...], *, repeats: int = 10) -> dict:
     """Measured peak rates of a device: a large matrix product and a large copy, both of random data.
 
     {"matmul_tflops": {dtype: TFLOP/s}, "copy_gb_per_s": GB read and written per second, and both sizes}; medians of
-    ``repeats``. ``size``: rows and columns of the matrices. ``copied``: bytes to copy.
+    ``repeats``.
     """
-    kind = torch.device(device).type
-    size, copied = size or MATRIX.get(kind, 1024), copied or COPY_BYTES.get(kind, 2**27)
-    rates = {}
+    kind, rates = torch.device(device).type, {}
+    size, copied = MATRIX.get(kind, 1024), COPY_BYTES.get(kind, 2**27)
     for dtype in dtypes:
         a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
-        times = interleaved_times({"matmul": lambda a=a, b=b, out=out: torch.mm(a, b, out=out)}, repeats, device)
-        rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / times["matmul"].median / 1e12, 6)
+        product = {"matmul": lambda a=a, b=b, out=out: torch.mm(a, b, out=out)}
+        seconds = interleaved_times(product, repeats, device, kernels=True)["matmul"].median
+        rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / seconds / 1e12, 6)
     source = torch.randint(-128, 127, (copied,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copy = interleaved_times({"copy": lambda: target.copy_(source)}, repeats, device)["copy"]
-    return {
-        "matmul_tflops": rates,
-        "matmul_size": size,
-        "copy_gb_per_s": round(2 * copied / copy.median / 1e9, 2),
-        "copy_bytes": copied,
-    }
+    copy = interleaved_times({"copy": lambda: target.copy_(source)}, repeats, device, kernels=True)["copy"]
+    rate = round(2 * copied / copy.median / 1e9, 2)
+    return {"matmul_tflops": rates, "matmul_size": size, "copy_gb_per_s": rate, "copy_bytes": copied}

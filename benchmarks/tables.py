@@ -1,6 +1,14 @@
-"""Markdown of the benchmarks' records. Times are shares of the matched softmax attention's: lower is faster."""
+"""Write the tables of README.md and docs/ from the benchmarks' records.
+
+python benchmarks/tables.py            # rewrite the pages
+python benchmarks/tables.py --check    # exit 1 if one differs
+
+Times are shares of the matched softmax attention's: lower is faster. A table whose record does not exist stays.
+"""
 
 import json
+import re
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +18,9 @@ KINDS = {"forward": "forward", "backward": "backward", "both": "forward + backwa
 CUDNN = "softmax[cudnn]"
 SHOWN = 4096
 REMOVED = ("gluon", "one_pass", "one call")  # in the names of forms that were measured and are no longer there
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "performance.md", ROOT / "figures" / "table7_throughput" / "README.md")
 
 
 def attention_table(path: Path) -> list[str]:
@@ -145,34 +156,6 @@ def throughput_table(path: Path) -> list[str]:
     return [*lines, "", machine(record)]
 
 
-def step_table(path: Path) -> list[str]:
-    """Where a training step's time goes: a line for each part, both sides beside one another."""
-    record = json.loads(path.read_text())
-    lines = header("model", "batch x N", "part", "Transformer, ms", "DIFF, ms")
-    for pair in pairs_of(record["rows"]):
-        size = f"{pair[1]['batch']} x {pair[1]['length']}"
-        lines.append(line(model(pair[1]), size, "whole step", *(f"{row['step_ms']:.1f}" for row in pair)))
-        for part in pair[1]["shares"]:
-            times = (row["shares"].get(part, 0) * row["step_ms"] for row in pair)
-            lines.append(line(model(pair[1]), size, part, *(f"{time:.1f}" for time in times)))
-    return [*lines, "", machine(record)]
-
-
-def others_table(path: Path) -> list[str]:
-    """One layer in this package and in others: forward, forward + backward and memory, over ours in its group."""
-    record = json.loads(path.read_text())
-    lines = header("layer", "tokens", "forward, ms", "forward + backward, ms", "over ours", "peak, MB")
-    for row in record["rows"]:
-        size = f"{row['batch']} x {row['length']}"
-        if row["gate"] != "passed":
-            lines.append(line(row["side"], size, "not equal to ours", "", "", ""))
-            continue
-        ratios = f"{row['forward_ratio']:.2f}, {row['both_ratio']:.2f}"
-        times = (f"{row[f'{kind}_ms']:.1f}" for kind in ("forward", "both"))
-        lines.append(line(row["side"], size, *times, ratios, f"{row['peak_bytes'] / 1e6:.0f}"))
-    return [*lines, "", machine(record)]
-
-
 def pairs_of(rows: list[dict]) -> list[tuple[dict, dict]]:
     """The Transformer's and DIFF's row of each setting; one without its partner is left out."""
     sides = ([row for row in rows if row["side"] == side] for side in ("softmax", "diff"))
@@ -270,3 +253,36 @@ def compiled_table(path: Path) -> list[str]:
         f"spill, at most {most} B a thread."
     )
     return [*lines, "", said]
+
+
+def goals(path: Path) -> list[str]:
+    from gpu_goals import goals_table
+
+    return goals_table(path.parent)
+
+
+TABLES = {
+    "speed": (speed_table, RESULTS),
+    "attention": (attention_table, RESULTS / "attention_cpu.json"),
+    "attention_amx": (attention_table, RESULTS / "attention_amx.json"),
+    "attention_avx2": (attention_table, RESULTS / "attention_avx2.json"),
+    "compiled": (compiled_table, RESULTS / "compiled.json"),
+    "attention_gpu": (attention_gpu_table, RESULTS / "attention_gpu.json"),
+    "goals_gpu": (goals, RESULTS / "attention_gpu.json"),
+    "decode": (decode_table, RESULTS / "decode_cpu.json"),
+    "decode_gpu": (decode_table, RESULTS / "decode_gpu.json"),
+    "throughput": (throughput_table, RESULTS / "throughput_cpu.json"),
+    "throughput_gpu": (throughput_table, RESULTS / "throughput_gpu.json"),
+}
+
+
+def parts(page: Path) -> dict[str, str]:
+    """The tables of ``page`` whose record exists."""
+    named = re.findall(r"^<!-- (\w+) -->$", page.read_text(), re.M)
+    return {name: "\n".join(make(path)) for name, (make, path) in TABLES.items() if name in named and path.exists()}
+
+
+if __name__ == "__main__":
+    from diff_transformer.report.generated import filled, keep
+
+    sys.exit(keep({page: filled(page, parts(page)) for page in PAGES}, check=sys.argv[1:] == ["--check"]))

@@ -1,0 +1,140 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from diff_transformer.bench import pair, record
+from diff_transformer.bench.timing import Times
+from diff_transformer.model.config import matched_baseline
+from diff_transformer.model.cost import count_parameters, model_cost
+
+TINY = pair.PairSetting("debug", 2, 16, layers=1, dtype=torch.float32)
+
+
+def test_both_sides_of_a_setting(kept_times):
+    times = kept_times(pair)
+    made = pair.run_pair_benchmark("throughput", [TINY], repeats=2)
+    softmax, diff = made["rows"]
+    assert (softmax["side"], diff["side"]) == ("softmax", "diff")
+    assert (diff["layers"], diff["layers_of_preset"]) == (1, 2)
+    assert diff["parameters"] == softmax["parameters"] + 6 * 8
+    for kind in ("forward_backward", "prefill"):
+        assert softmax[f"{kind}_ratio"] == 1.0
+        assert diff[f"{kind}_ratio"] == round(times["softmax", kind].over(times["diff", kind]), 4)
+    flops = model_cost(TINY.config(1), length=16).training_flops_per_token
+    peak = made["provenance"]["ceilings"]["matmul_tflops"]["float32"] * 1e12
+    mfu = diff["forward_backward_tokens_per_second"] * flops / peak
+    assert diff["forward_backward_mfu"] == pytest.approx(mfu, rel=0.02, abs=1e-4)
+
+
+def test_both_models_are_compiled_where_the_setting_says_so(monkeypatch):
+    compiled = []
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda model: compiled.append(model.config.attention))
+    rows = pair.run_pair_benchmark("throughput", [replace(TINY, compiled=True), TINY], repeats=1)["rows"]
+    assert compiled == ["softmax", "diff"]
+    assert [row["compiled"] for row in rows] == [True, True, False, False]
+
+
+def test_rates_of_known_times():
+    times, baseline = Times(0.5, 0.25, 1.0, (0.5,) * 7), Times(0.4, 0.4, 0.4, (0.4,) * 7)
+    assert pair.rates("prefill", times, baseline, tokens=1000, seconds_per_token=1e-4) == {
+        "prefill_tokens_per_second": 2000.0,
+        "prefill_quartiles": [1000.0, 4000.0],
+        "prefill_turns": 7,
+        "prefill_ratio": 0.8,
+        "prefill_mfu": 0.2,
+    }
+
+
+def test_prefill_and_a_step_run_on_both_sides():
+    for config in (TINY.config(1), matched_baseline(TINY.config(1))):
+        for runs in (pair.forward_kinds(config, TINY, "cpu"), pair.training_step(config, TINY, "cpu")):
+            for run in runs.values():
+                run()
+                run()
+
+
+def test_a_training_step_has_a_row_of_each_side(kept_times):
+    times = kept_times(pair)
+    softmax, diff = pair.run_pair_benchmark("step", [TINY], repeats=2)["rows"]
+    assert (softmax["side"], diff["side"], softmax["step_ratio"]) == ("softmax", "diff", 1.0)
+    assert diff["step_ratio"] == round(times["softmax", "step"].over(times["diff", "step"]), 4)
+    assert diff["step_tokens_per_second"] == pytest.approx(32 / times["diff", "step"].median, rel=1e-3)
+
+
+def test_weights_are_in_bf16_and_lambda_is_not():
+    models = pair.build_pair(TINY.config(1), "cpu", torch.bfloat16)
+    dtypes = {name.rsplit(".", 1)[-1]: p.dtype for name, p in models["diff"].named_parameters()}
+    assert dtypes.pop("lambda_q1") == torch.float32
+    assert dtypes["weight"] == torch.bfloat16
+
+
+def test_layers_are_cut_to_the_memory(monkeypatch):
+    """13B: weights of both models and gradients of one are 6 bytes a parameter."""
+    setting = pair.PairSetting("13.1B", 4, 2048)
+    sizes = [sum(count_parameters(setting.config(n)).values()) for n in (1, 2)]
+    a_layer = 6 * (sizes[1] - sizes[0]) + 4 * 2048 * 5120 * pair.ACTIVATION_BYTES
+    fixed = 6 * (2 * sizes[0] - sizes[1]) + 4 * 2048 * 100_288 * pair.LOGIT_BYTES
+    for layers in (1, 7, 40):
+        free = (fixed + (layers + 0.5) * a_layer) / pair.USED_MEMORY
+        monkeypatch.setattr(pair, "free_memory", lambda device, free=free: free)
+        assert pair.layers_that_fit(setting, "cuda") == layers
+    monkeypatch.setattr(pair, "free_memory", lambda device: 1e15)
+    assert pair.layers_that_fit(setting, "cuda") == 40
+    assert pair.layers_that_fit(setting, "cpu") == 40
+
+
+def test_table_7():
+    assert {(s.model, s.length) for s in pair.SETTINGS["throughput", "cuda"]} == pair.PAPER.keys()
+    assert all(s.config(1).head_dim == 128 for s in pair.SETTINGS["throughput", "cuda"])
+
+
+def test_time_runs_out_between_settings(monkeypatch):
+    seen = []
+    monkeypatch.setattr(record.time, "monotonic", lambda: 10.0 * len(seen))
+    made = pair.run_pair_benchmark("throughput", [TINY, TINY], repeats=1, seconds=5, on_row=seen.append)
+    assert len(made["rows"]) == 2
+    assert made["unfinished"] == "out of time before debug at 16"
+
+
+def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
+    times = kept_times(pair)
+    setting = pair.ModelSetting("debug", batch=2, cache=20, tokens=3)
+    softmax, diff = pair.generation_rows(setting, "cpu", repeats=2)
+    assert (softmax["side"], diff["side"]) == ("softmax", "diff")
+    assert softmax["ratio"] == 1.0
+    assert diff["ratio"] == round(times["softmax"].over(times["diff"]), 4)
+    low, high = diff["tokens_per_second_quartiles"]
+    assert 0 < low <= diff["tokens_per_second"] <= high
+    assert (diff["layers"], diff["layers_of_preset"], diff["dtype"]) == (2, 2, "float32")
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_is_timed_is_greedy_generation(monkeypatch, compiled):
+    lively = {"tie_word_embeddings": False, "initializer_range": 0.5}  # or it repeats one token for ever
+    model = pair.build_pair(pair.ModelSetting("debug", 2, 20, 3, lively).config(), "cpu", torch.float32)["diff"]
+    prompt = torch.randint(0, 512, (2, 20))
+    expected = model.generate(prompt, max_new_tokens=4, do_sample=False)[:, 20:]
+    assert all(len(set(row)) == 4 for row in expected.tolist())
+    fed, lengths = [], []
+
+    def watched(forward):
+        def step(*args, **options):
+            if options.get("past_key_values") is not None and options["input_ids"].shape[1] == 1:
+                fed.append(options["input_ids"])
+                lengths.append(int(options["past_key_values"].get_seq_length()))
+            return forward(*args, **options)
+
+        return step
+
+    if compiled:
+        one_graph = torch.compile(model, fullgraph=True, backend="eager")
+        monkeypatch.setattr(pair, "compiled_step", lambda model: watched(one_graph))
+    else:
+        model.forward = watched(model.forward)
+    decode = pair._decoder(model, prompt, 3, compiled)
+    decode()
+    assert torch.equal(torch.cat(fed, dim=1), expected[:, :3])
+    decode()
+    assert torch.equal(torch.cat(fed[3:], dim=1), expected[:, :3])
+    assert lengths == [20, 21, 22] * 2
