@@ -84,7 +84,7 @@ floors:  ## a short part of the suite with the oldest core dependencies that pyp
 	for side in oldest newest; do PYTHONPATH=src $(FLOORS)/$$side/bin/python -m pytest -o addopts="-q -rs --import-mode=importlib" \
 	  -m "not slow and not gpu" $(FLOOR_TESTS) $(ARGS) || exit 1; done
 
-FIGURES := figures/fill.py $(wildcard figures/*/run.py) figures/desk/objective.py benchmarks/tables.py docs/tables.py
+FIGURES := figures/fill.py $(wildcard figures/*/run.py) figures/desk/objective.py benchmarks/speed_tables.py docs/tables.py
 figures: $(READY)  ## tables and plots again from the committed records
 	for script in $(FIGURES); do $(BIN)/python $$script || exit 1; done
 

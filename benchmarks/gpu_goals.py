@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
-from tables import CUDNN, header, line
+from speed_tables import CUDNN, header, line
 
 LENGTH = 4096
 Records = dict[str, list[dict]]  # rows by stage

@@ -142,7 +142,7 @@ def main(arguments: list[str]) -> int:
         written = install(folders, RESULTS)
     print("\n".join(written) or "no record there")
     if written:
-        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "tables.py")], check=True)
+        subprocess.run([sys.executable, str(ROOT / "benchmarks" / "speed_tables.py")], check=True)
     return 0 if written else 1
 
 

@@ -18,6 +18,7 @@ from paper import ABLATED, FOLDERS, TABLE_6, Folder
 from plots import RATES
 from pretrained import panels
 from scaling import SIDES, matched, records, scaling_runs
+from tables import in_short, interval, side_by_side
 
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.measures import Row, paired_rows
@@ -25,14 +26,13 @@ from diff_transformer.lab.record import Cells, load_all
 from diff_transformer.lab.sides import CONTROL, name_of
 from diff_transformer.report.generated import filled, keep
 from diff_transformer.report.render import Chart
-from tables import in_short, interval, side_by_side
 
 FIGURES = Path(__file__).resolve().parent
 ABOUT = ("length", "samples", "seed", "steps", "dtype", "cpu", "threads", "commit", "date")
 PRETRAINED = "pretrained.json"  # of a folder: the record of pretrained.py
 MAIN = "novels"  # the desk study's setting with the most seeds
 THROUGHPUT = FIGURES.parent / "benchmarks" / "results" / "throughput_cpu.json"
-TABLE_7 = "table7_throughput"  # drawn from benchmarks; its table is one of benchmarks/tables.py
+TABLE_7 = "table7_throughput"  # drawn from benchmarks; its table is one of benchmarks/speed_tables.py
 
 
 def record(folder: Path, on: str, names: list[str]) -> None:

@@ -39,8 +39,8 @@ def test_linked_files_exist():
 
 
 def test_tables_are_the_committed_numbers():
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "tables.py"), "--check"])
-    assert done.returncode == 0, "README's tables differ from the JSON: run python benchmarks/tables.py"
+    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "speed_tables.py"), "--check"])
+    assert done.returncode == 0, "README's tables differ from the JSON: run python benchmarks/speed_tables.py"
 
 
 def test_it_is_short():

@@ -69,9 +69,9 @@ def test_installed_under_the_names_that_tables_are_made_from(records, tmp_path, 
     assert [(r["backend"], r["length"], r["both_ms"]) for r in rows] == [
         ("softmax", 4096, 1.0), ("triton", 4096, 1.0), ("triton", 512, 1.0),
     ]  # fmt: skip
-    import tables
+    import speed_tables
 
-    names = {path.name for _, path in tables.TABLES.values() if path.stem.endswith("_gpu")}
+    names = {path.name for _, path in speed_tables.TABLES.values() if path.stem.endswith("_gpu")}
     assert names <= {f"{name}.json" for name in records.INSTALLED}
 
 
@@ -98,10 +98,10 @@ def test_without_a_record_nothing_is_installed(records, tmp_path, capsys):
 
 
 def test_every_gpu_table_has_its_place(records):
-    import tables
+    import speed_tables
 
     text = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
-    for name in tables.TABLES:
+    for name in speed_tables.TABLES:
         assert f"<!-- {name} -->" in text or not name.endswith("_gpu")
 
 

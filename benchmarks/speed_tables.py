@@ -1,7 +1,7 @@
 """Write the tables of README.md and docs/ from the benchmarks' records.
 
-python benchmarks/tables.py            # rewrite the pages
-python benchmarks/tables.py --check    # exit 1 if one differs
+python benchmarks/speed_tables.py            # rewrite the pages
+python benchmarks/speed_tables.py --check    # exit 1 if one differs
 
 Times are shares of the matched softmax attention's: lower is faster. A table whose record does not exist stays.
 """

@@ -17,9 +17,9 @@ GPU = {
 @pytest.fixture
 def tables(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import tables
+    import speed_tables
 
-    return tables
+    return speed_tables
 
 
 @pytest.fixture
