@@ -22,7 +22,7 @@ ASSIGNMENTS = [
     "model.num_attention_heads=7", "model.attention=none", "model.vocab_size=-5", "data.mixture={}", "data.mixture=[1]",
     'data.mixture={"text": -1}', "data.mixture.prose=1", "data.corpus=/nowhere", "data.tokenizer=/nowhere",
     "data.length=1000000", "optim.lr=0", "optim.lr=Infinity", "optim.betas=[1]", "optim.betas=[2,2]",
-    "train.precision=16-true", "train.parallel.strategy=none", "train.parallel.devices=-1", "train.seed=-1",
+    "train.precision=16-true", "train.parallel.strategy=none", "train.seed=-1",
     "train.initial_model=/nowhere", "train.batch_size=7 ", "train.accumulate=3", "train.threads=-1",
 ]  # fmt: skip
 

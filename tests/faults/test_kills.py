@@ -15,7 +15,6 @@ from typing import ClassVar
 import pytest
 from killed_runs import (
     FORK,
-    assert_equal,
     assert_same_run,
     history,
     in_child,
@@ -224,6 +223,6 @@ def assert_same_record(folder: Path, other: Path):
     weights = [(place / "run/model/model.safetensors").read_bytes() for place in (folder, other)]
     assert weights[0] == weights[1]
     assert history(folder / "run") == history(other / "run")
-    assert_equal(one.metrics, two.metrics)
-    assert_equal(one.rows, two.rows)
+    assert one.metrics == two.metrics
+    assert one.rows == two.rows
     assert one.config == two.config

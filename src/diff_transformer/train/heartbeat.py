@@ -29,7 +29,7 @@ class Heartbeat(threading.Thread):
     def __init__(self, rank: int, world: int, seconds: float, share: Callable[[int], int]):
         super().__init__(name="heartbeat", daemon=True)
         self.rank, self.world, self.seconds, self.over = rank, world, seconds, threading.Event()
-        self._pause, self._seen = min(seconds / 8, 5.0), {}
+        self._pause, self._seen, self._answered = min(seconds / 8, 5.0), {}, time.monotonic()
         self.at(0, "data")
         host, timeout = os.environ.get("MASTER_ADDR", "127.0.0.1"), timedelta(seconds=max(1.0, seconds))
         store = dist.TCPStore(host, 0, None, True, timeout, wait_for_workers=False) if rank == 0 else None
@@ -43,9 +43,10 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         while not self.over.wait(self._pause):
             try:
-                stalled = self.stalled()
+                stalled, self._answered = self.stalled(), time.monotonic()
             except (RuntimeError, OSError):
-                stalled = {0: "has the store of the run, which does not answer"}
+                silent = time.monotonic() - self._answered >= self.seconds
+                stalled = {0: "has the store of the run, which does not answer"} if silent else {}
             if stalled and not self.over.is_set():
                 if self.rank == min(set(range(self.world)) - set(stalled) or stalled):
                     about = "; ".join(f"rank {rank} {text}" for rank, text in stalled.items())

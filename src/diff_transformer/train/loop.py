@@ -8,6 +8,7 @@
 import logging
 import math
 import os
+import signal
 import time
 from collections.abc import Callable, Generator
 from contextlib import ExitStack, contextmanager
@@ -203,6 +204,8 @@ def _train_steps(
         values = _validation(run) | telemetry(run.model, run.fabric.device)
         if log is not None:
             log.write(0, values | {DIGEST: run.data.digest()})
+    if first == last:  # a process that waits for nobody may end before the others watch it
+        return
     speed = _Speed()
     with _watched(run) as at, _batches(run, first) as batches:
         for step in range(first, last):
@@ -236,7 +239,7 @@ def _train_steps(
             if stopping:
                 checkpoints.wait()
                 text = f"stopped after step {done}, state saved in {folder}; continue with --resume"
-                raise Interrupted(text) if stop.number is None else Interrupted(text, stop.number)
+                raise Interrupted(text, stop.number or signal.SIGTERM)  # which another process may have got
 
 
 def _validation(run: Run) -> dict[str, float]:
