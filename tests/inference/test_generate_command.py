@@ -8,12 +8,9 @@ import torch
 from typer.testing import CliRunner
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.cli import app, generate
-from diff_transformer.cli.generate import run_generate
+from diff_transformer.cli import app
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
-from diff_transformer.inference.generation import GenerationSettings
-from diff_transformer.model.loading import load_model
 from diff_transformer.model.presets import preset
 
 
@@ -38,26 +35,6 @@ def assistant(tmp_path_factory):
 @pytest.fixture
 def run():
     return partial(CliRunner().invoke, app, catch_exceptions=False)
-
-
-def test_text_is_written_as_it_comes(model):
-    """Each piece is written before the model computes the next: the calls alternate."""
-    events, loaded = [], load_model
-
-    def watched(*arguments, **options):
-        found, tokenizer = loaded(*arguments, **options)
-        found.model.register_forward_hook(lambda *_: events.append("pass"))
-        return found, tokenizer
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(generate, "load_model", watched)
-        run_generate(model, "hello", GenerationSettings(20), write=events.append)
-    written = [event for event in events if event != "pass"]
-    assert written[0].startswith("hello")
-    assert written[-1] == "\n"
-    assert len(written) > 5
-    first = events.index(written[0])
-    assert events[:first].count("pass") < events.count("pass") - 5
 
 
 def test_every_way_prints_the_same_text(run, model, assistant):

@@ -203,48 +203,27 @@ def test_streaming_gives_the_text_piece_by_piece(attention):
     model.generation_config.eos_token_id = None
     (text,) = generate(model, tokenizer, ["wörld 😀"], GenerationSettings(40), on_text=pieces.append)
     assert "".join(pieces) == text
-    assert len(pieces) > 5
     assert generate(model, tokenizer, ["wörld 😀"], GenerationSettings(40)) == [text]
 
 
-def test_a_character_streams_only_when_it_is_whole():
+def test_words_stream_as_soon_as_they_are_whole():
     pieces = []
     streamer = TextPieces(byte_tokenizer(), pieces.append)
     streamer.put(torch.tensor([list(b"prompt")]))
-    for byte in "é 😀!".encode():
+    for byte in "é 😀 ü!".encode():
         streamer.put(torch.tensor([byte]))
-    streamer.put(torch.tensor([*"ü".encode(), 0xC3]))
+    assert "".join(pieces) == "é 😀 "
     streamer.end()
-    assert pieces == ["é", " ", "😀", "!", "ü", "�"]
+    assert "".join(pieces) == "é 😀 ü!"
 
 
-class SlowTokenizer(ByT5Tokenizer):
-    """Like tokenizers in Python that replace invalid bytes."""
-
-    def convert_tokens_to_string(self, tokens):
-        return b"".join(bytes([ord(token)]) for token in tokens).decode(errors="replace")
-
-
-@pytest.mark.parametrize("kind", [ByT5Tokenizer, SlowTokenizer])
-def test_a_tokenizer_without_a_fast_backend_streams_the_same_text(kind):
-    model, tokenizer, pieces = make(vocab_size=384, seed=1), kind(), []
+def test_a_tokenizer_without_a_fast_backend_streams_the_same_text():
+    model, tokenizer, pieces = make(vocab_size=384, seed=1), ByT5Tokenizer(), []
     model.generation_config.eos_token_id = None
     settings = GenerationSettings(40, temperature=2.0, seed=3)
     (text,) = generate(model, tokenizer, ["wörld"], settings, on_text=pieces.append)
     assert "".join(pieces) == text
-    assert len(pieces) > 5
     assert generate(model, tokenizer, ["wörld"], settings) == [text]
-
-
-def test_without_a_fast_backend_too_a_character_streams_only_when_it_is_whole():
-    pieces, tokenizer = [], SlowTokenizer()
-    streamer = TextPieces(tokenizer, pieces.append)
-    streamer.put(torch.tensor([tokenizer.encode("prompt")]))
-    for token in tokenizer.encode("é 😀!", add_special_tokens=False):
-        streamer.put(torch.tensor([token]))
-    streamer.put(torch.tensor([*tokenizer.encode("ü", add_special_tokens=False), 3 + 0xC3]))
-    streamer.end()
-    assert pieces == ["é", " ", "😀", "!", "ü", "�"]
 
 
 def test_generate_takes_batches_chunks_assistants_and_guesses():

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.generation.streamers import BaseStreamer
+from transformers import TextStreamer
 
 from diff_transformer.checks import LOWEST_TEMPERATURE, require_positive, require_seed
 from diff_transformer.errors import UserError
@@ -53,9 +53,6 @@ class GenerationSettings:
             raise UserError(
                 "lookup cuts its cache back, which the static one of compiled cannot be; leave one of them out"
             )
-
-
-Settings = GenerationSettings  # the earlier name
 
 
 def generate(
@@ -119,41 +116,16 @@ def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: i
     return inputs, mask
 
 
-class TextPieces(BaseStreamer):
-    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its characters are complete.
-
-    A tokenizer without a fast (Rust) backend decodes the whole continuation again for each token.
-    """
+class TextPieces(TextStreamer):
+    """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its words are complete."""
 
     def __init__(self, tokenizer, on_text: Callable[[str], None]):
-        self.tokenizer, self.on_text = tokenizer, on_text
-        self.backend = getattr(tokenizer, "backend_tokenizer", None)
-        self.stream, self.new, self.sent = None, [], ""
+        super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.on_text = on_text
 
-    def put(self, value: Tensor):
-        from tokenizers.decoders import DecodeStream
-
-        ids = value.flatten().tolist()
-        if self.stream is None:  # the first call brings the prompt
-            self.stream = DecodeStream(ids=ids, skip_special_tokens=True)
-            return
-        for token in ids:
-            self.new.append(token)
-            self._send(self._rest() if self.backend is None else self.stream.step(self.backend, token))
-
-    def end(self):
-        whole = self.tokenizer.decode(self.new, skip_special_tokens=True)
-        if self.backend is None or whole.startswith(self.sent):  # the last bytes may not form a complete character
-            self._send(whole[len(self.sent) :])
-
-    def _rest(self) -> str:
-        whole = self.tokenizer.decode(self.new, skip_special_tokens=True)
-        return "" if whole.endswith("\ufffd") else whole[len(self.sent) :]
-
-    def _send(self, piece: str | None):
-        if piece:
-            self.sent += piece
-            self.on_text(piece)
+    def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
+        if text:
+            self.on_text(text)
 
 
 def _options(settings: GenerationSettings, device: torch.device) -> dict[str, Any]:

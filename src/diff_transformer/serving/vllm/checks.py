@@ -1,7 +1,7 @@
 """Refusals before vLLM loads a model, and checks of a checkpoint's tensors."""
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
 from torch import Tensor
 
@@ -129,48 +129,29 @@ def check_differential_ranks(config, ranks: int) -> None:
 
 
 class CheckedWeights:
-    """The tensors of a checkpoint, compared by name and shape with those that its configuration asks for.
+    """The names of a checkpoint's tensors, compared with those that its configuration asks for.
 
     vLLM fuses projections when it loads them, and does not notice when one part is missing.
+
+    Args:
+        expected: the names of the model's tensors.
+        quantized: ``X.weight`` may be stored as other tensors of ``X``, such as ``X.weight_packed``.
     """
 
-    def __init__(self, expected: Mapping[str, tuple[int, ...]], *, tied: bool, quantized: bool = False):
-        """Remember what to expect.
-
-        Args:
-            tied: the head is the embedding, so that it may be there or not.
-            quantized: ``X.weight`` may be stored as other tensors of ``X``, such as ``X.weight_packed``.
-        """
-        self.expected, self.quantized = expected, quantized
-        self.optional = {"lm_head.weight"} if tied else set()
+    def __init__(self, expected: Iterable[str], *, quantized: bool = False):
+        self.expected, self.quantized = set(expected), quantized
         self.seen: set[str] = set()
 
     def check(self, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Pass on ``weights``; raise ValueError for a tensor that the model does not have or of another shape."""
+        """Pass on ``weights`` without buffers that no model keeps."""
         for name, tensor in weights:
-            if name.endswith(BUFFERS) or (name in self.optional and name not in self.expected):
-                continue
-            if self.quantized:
-                self.seen |= {name, f"{name.rpartition('.')[0]}.weight"}
+            if not name.endswith(BUFFERS):
+                self.seen |= {name, f"{name.rpartition('.')[0]}.weight"} if self.quantized else {name}
                 yield name, tensor
-                continue
-            if name not in self.expected:
-                raise UserError(
-                    f"the checkpoint has a tensor {name!r}, which a model of this configuration does not; config.json "
-                    "and weights belong to different models: copy both again"
-                )
-            if tuple(tensor.shape) != self.expected[name]:
-                raise UserError(
-                    f"tensor {name!r} has shape {list(tensor.shape)}, and config.json asks for "
-                    f"{list(self.expected[name])}; config.json and weights belong to different models: copy both again"
-                )
-            self.seen.add(name)
-            yield name, tensor
 
     def require_all(self) -> None:
-        """Raise ValueError if the checkpoint lacked tensors."""
-        missing = sorted(set(self.expected) - self.seen - self.optional)
-        if missing:
+        """Raise UserError if the checkpoint lacked tensors."""
+        if missing := sorted(self.expected - self.seen):
             raise UserError(
                 f"the checkpoint lacks {len(missing)} of the model's {len(self.expected)} tensors: {listed(missing)}; "
                 "copy or download it again"

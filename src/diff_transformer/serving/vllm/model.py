@@ -98,14 +98,14 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
         """Load a checkpoint; of a model that has been loaded, part of one may be replaced.
 
         Raises:
-            ValueError: for tensors that are missing, unknown, or of another shape.
+            UserError: for tensors that are missing; vLLM raises others for unknown ones and those of another shape.
         """
         if getattr(self.config, "published", None):
             weights = published.converted(published.conversion(self.config.published).plan, weights)
         with torch.device("meta"):
             state = CausalLM(self.config).state_dict()
-        shapes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-        checked = CheckedWeights(shapes, tied=self.config.tie_word_embeddings, quantized=self.quantized)
+        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
+        checked = CheckedWeights(state.keys() - tied, quantized=self.quantized)
         loaded = super().load_weights(checked.check(weights))
         if not self.loaded:
             checked.require_all()
