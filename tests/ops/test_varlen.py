@@ -9,7 +9,6 @@ from diff_transformer import diff_attention, diff_attention_varlen
 from diff_transformer.errors import UserError
 from diff_transformer.ops import sdpa
 from diff_transformer.ops.call import check
-from diff_transformer.ops.varlen import _is_new
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
 ENDS_Q, ENDS_K = [0, 20, 20, 53, 60], [0, 15, 30, 70, 70]  # one document without queries, one without keys
@@ -113,22 +112,6 @@ def test_bf16_and_autocast():
     assert torch.equal(out, attend(Inputs(*(y.bfloat16() for y in x[:5]), x.lam), is_causal=True))
 
 
-def test_content_is_asserted_once():
-    cu_seqlens = ends()
-    asked = [_is_new(cu_seqlens, *sizes) for sizes in ((60, 33), (60, 33), (60, 40), (60, 40))]
-    assert asked == [True, False, True, False]
-    cu_seqlens[1] = 10
-    assert _is_new(cu_seqlens, 60, 40)
-    assert _is_new(ends(), 60, 40)
-
-
-def test_content_of_inference_tensors_is_asserted_each_time():
-    with torch.inference_mode():
-        cu_seqlens = ends()
-    assert _is_new(cu_seqlens, 60, 33)
-    assert _is_new(cu_seqlens, 60, 33)
-
-
 X = packed()
 BAD = {
     "not a tensor": ({"x": X._replace(k1=[1.0])}, UserError, r"k1 is a list; give a tensor of shape \[rows, heads"),
@@ -145,9 +128,13 @@ BAD = {
     "two dimensions": ({"cu_q": ends(ENDS_Q)[None]}, ValueError, r"cu_seqlens_q has shape \[1, 5\]; give \[documents"),
     "no document": ({"cu_q": ends([0])}, ValueError, r"cu_seqlens_q has shape \[1\]"),
     "elsewhere": ({"cu_q": ends().to("meta")}, ValueError, "q1 is on cpu and cu_seqlens_q on meta"),
-    "not from 0": ({"cu_q": ends([1, 20, 20, 53, 60])}, ValueError, "goes from 1 to 60; it must go from 0 to .* 60"),
-    "too short": ({"cu_k": ends([0, 15, 30, 60, 69])}, ValueError, "cu_seqlens_k goes from 0 to 69; .* rows, 70"),
-    "decreasing": ({"cu_q": ends([0, 20, 19, 53, 60])}, ValueError, "cu_seqlens_q decreases from 20 to 19 at 2"),
+    "not from 0": (
+        {"cu_q": ends([1, 20, 20, 53, 60])},
+        ValueError,
+        r"cu_seqlens_q is \[1, .*; it must go from 0 to .* 60",
+    ),
+    "too short": ({"cu_k": ends([0, 15, 30, 60, 69])}, ValueError, r"cu_seqlens_k is \[0, .*; .* rows, 70"),
+    "decreasing": ({"cu_q": ends([0, 20, 19, 53, 60])}, ValueError, r"cu_seqlens_q is .* not decrease"),
     "max": ({"max_q": 32}, ValueError, "max_seqlen_q is 32, but cu_seqlens_q has a document of 33 rows"),
     "max 0": ({"max_k": 0}, ValueError, "max_seqlen_k is 0; give the length of the longest document"),
     "max float": ({"max_k": 40.0}, UserError, "max_seqlen_k is a float; give an int"),

@@ -1,7 +1,6 @@
 """lambda, the weight of the second map; computed only in this file (section 2.1, equation 2)."""
 
 import math
-import operator
 
 import torch
 from torch import Tensor, nn
@@ -18,18 +17,11 @@ def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
     Some published checkpoints have -1; then layer 0 starts below 0, at -0.0099.
 
     Raises:
-        TypeError: for a ``layer_index`` that is not an integer.
-        ValueError: for a ``layer_index`` below 0.
+        UserError: for a ``layer_index`` below 0.
     """
-    try:
-        index = None if isinstance(layer_index, bool) else operator.index(layer_index)
-    except TypeError:
-        index = None
-    if index is None:
-        raise UserError(f"layer_index is {layer_index!r}; give an integer: layers are counted from 0")
-    if index < 0:
+    if layer_index < 0:
         raise UserError(f"layer_index is {layer_index}; layers are counted from 0")
-    return 0.8 - 0.6 * math.exp(-0.3 * (index + depth_offset))
+    return 0.8 - 0.6 * math.exp(-0.3 * (layer_index + depth_offset))
 
 
 class LearnedLambda(nn.Module):
@@ -47,15 +39,9 @@ class LearnedLambda(nn.Module):
     def __init__(self, head_dim: int, initial: float, std: float = 0.1):
         super().__init__()
         self.initial, self.std = initial, std
-        self.lambda_q1 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
-        self.lambda_k1 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
-        self.lambda_q2 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
-        self.lambda_k2 = nn.Parameter(torch.empty(head_dim, dtype=torch.float32))
-        self.reset_parameters()
-
-    def reset_parameters(self):
-        for parameter in self.parameters():
-            nn.init.normal_(parameter, std=self.std)
+        self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
+            nn.Parameter(nn.init.normal_(torch.empty(head_dim, dtype=torch.float32), std=std)) for _ in range(4)
+        )
 
     def forward(self, hidden_states: Tensor | None = None) -> Tensor:
         """The layer's lambda, a scalar in the vectors' dtype; the input is not used."""

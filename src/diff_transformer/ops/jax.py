@@ -55,17 +55,10 @@ def diff_attention(
     The paper's head norm and its factor 1 - lambda_init are not part of it.
 
     Args:
-        q1: queries of the signal map, [B, H, T, D]; float32, bfloat16, float16 or float64, like all arrays but lam.
-        q2: queries of the noise map, [B, Hn, T, D]. Hn divides H; signal head j uses noise head j // (H // Hn).
-        k1, k2: keys, [B, G, S, D]; k2 may be k1. G divides Hn; head j of n uses key/value head j // (n // G).
-        v: values, [B, G, S, Dv]; Dv may differ from D (the paper has Dv = 2 D).
+        q1, q2: queries, [B, H, T, D] and [B, Hn, T, D]; k1, k2: keys, [B, G, S, D]; v: values, [B, G, S, Dv]; and first,
+            is_causal, window, scale: as there.
         lam: a number, or an array that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
-        first: weight of the first map, as lam; 1 if None.
-        attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
-            same for both maps. A floating one has a gradient.
-        is_causal: mask later keys; the last query is aligned to the last key (lower right corner).
-        window: each query sees the last ``window`` keys up to its own position; needs is_causal.
-        scale: factor of the scores, D ** -0.5 by default.
+        attn_mask: bool (True = attend) or floating, broadcastable to [B, H, T, S]. A floating one has a gradient.
         block_size: None computes whole T x S maps. A number computes that many queries at a time, so that memory grows
             with block_size x S instead of T x S; the backward recomputes the maps. For long sequences.
         precision: of products of fp32 arrays, a name of ``jax.default_matmul_precision``; "default" lets a GPU or TPU
@@ -77,7 +70,7 @@ def diff_attention(
         [B, H, T, Dv] in the dtype of v. A fully masked row is 0, and so are its gradients.
 
     Raises:
-        TypeError: an argument of a wrong type or dtype. ValueError: shapes, head counts or sizes that do not fit.
+        UserError: arguments of a wrong type, or that do not fit together.
     """
     arrays, weights, mask, window, scale = _check(
         (q1, q2, k1, k2, v), lam, first, attn_mask, is_causal, window, scale, block_size
@@ -160,12 +153,8 @@ def _weight(name: str, x, q1: Array) -> Array:
 def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
     if attn_mask is None:
         return None
-    if not isinstance(attn_mask, jax.Array | np.ndarray):
-        raise UserError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
     if attn_mask.dtype != bool and not jnp.issubdtype(attn_mask.dtype, jnp.floating):
-        raise UserError(
-            f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
-        )
+        raise UserError(f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask")
     if not broadcasts(attn_mask.shape, full):
         raise UserError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]

@@ -8,16 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from diff_transformer.errors import UserError
 from diff_transformer.ops.arguments import autocast_off, broadcasts, integer
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.call import Call, check, is_empty, replace, zeros
-
-# (version, total, max_seqlen) of cu_seqlens whose values were asserted on the GPU, so that later layers do not repeat
-# it.
-_asserted = WeakTensorKeyDictionary()
 
 
 def diff_attention_varlen(
@@ -61,13 +56,9 @@ def diff_attention_varlen(
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
 
     Raises:
-        TypeError: as ``diff_attention``; cu_seqlens of another dtype.
-        ValueError: as ``diff_attention``; cu_seqlens of another shape or device, or that do not begin with 0, decrease,
-            do not end with the number of rows, or have a document longer than max_seqlen. On a GPU the device asserts
-            their values asynchronously (a failed assertion ends the process's use of the GPU); under torch.compile they
-            are not checked.
-        RuntimeError: as ``diff_attention``.
-        NotImplementedError: as ``diff_attention``; torch.jit.trace, where cu_seqlens are read on the host.
+        UserError: as ``diff_attention``; cu_seqlens of another shape or device. Where they are read on the host: that
+            do not begin with 0, decrease, do not end with the number of rows, or have a document longer than
+            max_seqlen; and under torch.jit.trace.
     """
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         if not isinstance(x, Tensor):
@@ -84,6 +75,11 @@ def diff_attention_varlen(
     )
     for each in bounds:
         check_bounds(*each)
+    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+        raise UserError(
+            f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
+            "give both for the same documents"
+        )
     documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     call = resolve(replace(call, **documents, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
     at_once = BACKENDS[call.backend].unsupported_reason(call) is None
@@ -92,13 +88,9 @@ def diff_attention_varlen(
             "torch.jit.trace would keep the ends of these documents for every later call; trace a call without packed "
             "documents"
         )
-    for each in bounds:
-        check_ends(*each, read=not at_once)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise UserError(
-            f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
-            "give both for the same documents"
-        )
+    if not at_once:
+        for name, cu_seqlens, max_name, max_seqlen, x in bounds:
+            check_ends(name, cu_seqlens.tolist(), max_name, max_seqlen, len(x))
     if is_empty(call):
         return zeros(call)[0].transpose(0, 1)
     with autocast_off(q1.device.type):
@@ -152,40 +144,10 @@ def check_bounds(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, 
         raise UserError(f"{max_name} is {max_seqlen}; give the length of the longest document")
 
 
-def check_ends(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor, read: bool) -> None:
-    """Raise unless cu_seqlens splits the rows of x into documents of at most max_seqlen rows.
-
-    Its values are read where that costs nothing (on the CPU) or is needed anyway (``read``), else asserted on the
-    device.
-    """
-    if torch.compiler.is_compiling() and not read:
-        return
-    total = x.shape[0]
-    if read or cu_seqlens.device.type == "cpu":
-        _check_ends(name, cu_seqlens.tolist(), max_name, max_seqlen, total)
-    elif _is_new(cu_seqlens, total, max_seqlen):
-        lengths = cu_seqlens.diff()
-        fits = (cu_seqlens[0] == 0) & (cu_seqlens[-1] == total) & (lengths.min() >= 0) & (lengths.max() <= max_seqlen)
-        torch._assert_async(fits, f"{name} must start with 0, not decrease, end with {total}; no step over {max_name}")
-
-
-def _is_new(cu_seqlens: Tensor, total: int, max_seqlen: int) -> bool:
-    """True if these values were not checked before; always true for tensors of inference mode, which have no
-    version."""
-    if cu_seqlens.is_inference():
-        return True
-    seen = (cu_seqlens._version, total, max_seqlen)
-    before = _asserted.get(cu_seqlens)
-    _asserted[cu_seqlens] = seen
-    return before != seen
-
-
-def _check_ends(name: str, ends: list[int], max_name: str, max_seqlen: int, total: int) -> None:
-    if ends[0] != 0 or ends[-1] != total:
-        raise UserError(f"{name} goes from {ends[0]} to {ends[-1]}; it must go from 0 to the number of rows, {total}")
+def check_ends(name: str, ends: list[int], max_name: str, max_seqlen: int, total: int) -> None:
+    """Raise unless ``ends`` split ``total`` rows into documents of at most max_seqlen rows."""
     lengths = [b - a for a, b in pairwise(ends)]
-    if min(lengths) < 0:
-        at = next(i for i, length in enumerate(lengths) if length < 0)
-        raise UserError(f"{name} decreases from {ends[at]} to {ends[at + 1]} at {at + 1}; give ends in order")
+    if ends[0] != 0 or ends[-1] != total or min(lengths) < 0:
+        raise UserError(f"{name} is {ends}; it must go from 0 to the number of rows, {total}, and not decrease")
     if max(lengths) > max_seqlen:
         raise UserError(f"{max_name} is {max_seqlen}, but {name} has a document of {max(lengths)} rows; give that")
