@@ -320,7 +320,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "lam of no number": ({"lam": "0.5"}, UserError, "lam is a str; give a number or an array"),
     "integer lam": ({"lam": jnp.array(1)}, UserError, "lam has dtype int32; give a floating-point array"),
     "lam per wrong head": ({"lam": jnp.ones(3)}, ValueError, r"lam has shape \[3\]; give a number, a scalar, \[4\]"),
-    "mask of no array": ({"attn_mask": [[True]]}, UserError, "attn_mask is a list"),
     "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, UserError, "attn_mask has dtype int32"),
     "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),
     "is_causal": ({"is_causal": "no"}, UserError, "is_causal is a str; give True or False"),
