@@ -40,8 +40,10 @@ class LearnedLambda(nn.Module):
         super().__init__()
         self.initial, self.std = initial, std
         self.lambda_q1, self.lambda_k1, self.lambda_q2, self.lambda_k2 = (
-            nn.Parameter(nn.init.normal_(torch.empty(head_dim, dtype=torch.float32), std=std)) for _ in range(4)
+            nn.Parameter(torch.empty(head_dim, dtype=torch.float32)) for _ in range(4)
         )
+        for vector in self.parameters():
+            nn.init.normal_(vector, std=std)
 
     def forward(self, hidden_states: Tensor | None = None) -> Tensor:
         """The layer's lambda, a scalar in the vectors' dtype; the input is not used."""

@@ -55,8 +55,7 @@ def diff_attention(
     The paper's head norm and its factor 1 - lambda_init are not part of it.
 
     Args:
-        q1, q2: queries, [B, H, T, D] and [B, Hn, T, D]; k1, k2: keys, [B, G, S, D]; v: values, [B, G, S, Dv]; and first,
-            is_causal, window, scale: as there.
+        q1, q2, k1, k2, v, first, is_causal, window, scale: as there.
         lam: a number, or an array that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
         attn_mask: bool (True = attend) or floating, broadcastable to [B, H, T, S]. A floating one has a gradient.
         block_size: None computes whole T x S maps. A number computes that many queries at a time, so that memory grows
