@@ -132,7 +132,7 @@ def test_what_no_stretch_of_filler_fits_is_padded_without_loss(tokenizer):
 
 
 def test_errors(filler, tokenizer):
-    with pytest.raises(ValueError, match=r"length 40 is too short: 4 needles and one question on 2 .* about \d+"):
+    with pytest.raises(ValueError, match=r"length 40 is too short for \d needles and a question"):
         NeedleSource(filler, tokenizer, length=40)
     with pytest.raises(ValueError, match="every document needs a question"):
         NeedleSource(filler, tokenizer, length=200, needles=(1, 2), queries=(2,))

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diff_transformer.cli.prepare import run_prepare, run_verify
 from diff_transformer.data import prepare as prepare_module
-from diff_transformer.data.prepare import PrepareConfig, pieces, prepare, totals
+from diff_transformer.data.prepare import PrepareConfig, prepare, totals
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
 from diff_transformer.data.tokens import Shards, load_prepared_tokenizer, read_plan, verify
 from diff_transformer.errors import UserError
@@ -57,18 +57,7 @@ def test_shards_worked_by_hand(tmp_path):
     assert Shards(tmp_path / "out", "train")[:].tolist() == [*b"ab\n", END, *"é".encode(), END]
 
 
-def test_a_long_document_is_cut_where_a_word_begins(monkeypatch):
-    monkeypatch.setattr(prepare_module, "_PIECE", 50)
-    text = "some words, of a text " * 40
-    found = pieces(text)
-    assert "".join(found) == text
-    assert all(25 < len(piece) <= 50 for piece in found[:-1])
-    assert all(piece[0] == " " for piece in found[1:])
-    assert pieces("x" * 120) == ["x" * 50, "x" * 50, "x" * 20]
-
-
-def test_a_tokenizer_is_trained_on_the_training_side_and_saved(tmp_path, documents, monkeypatch):
-    monkeypatch.setattr(prepare_module, "_PIECE", 500)
+def test_a_tokenizer_is_trained_on_the_training_side_and_saved(tmp_path, documents):
     for number, document in enumerate(documents):
         (tmp_path / f"{number}.txt").write_text(document.text)
     out = tmp_path / "out"

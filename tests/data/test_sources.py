@@ -176,7 +176,7 @@ def test_errors_name_what_is_wrong(tmp_path):
     for name, message in [
         ("latin.txt", r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv"),
         ("none", "none' does not exist; give 'python', a text file"),
-        ("https://example.org/a.txt", "does not exist; give 'python'"),
+        ("https://example.org/a.txt", "is a URL; download it, and give the file"),
         ("x", "x' holds nothing that is read; give"),
         ("cut.jsonl.gz", r"cut\.jsonl\.gz cannot be read after line \d+ \("),
         ("cut.txt.gz", r"cut\.txt\.gz cannot be read \("),

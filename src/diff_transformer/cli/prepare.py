@@ -86,4 +86,4 @@ def describe(folder: Path) -> str:
 
 def _absolute(source: str) -> str:
     """An absolute path, so that the folder can be continued from any working directory."""
-    return source if source == "python" or source.startswith("hub:") else os.path.abspath(source)
+    return source if source == "python" or source.startswith("hub:") or "://" in source else os.path.abspath(source)

@@ -46,18 +46,9 @@ class Mixture:
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], batch_size: int, seed: int = 0):
-        if not sources or sources.keys() != weights.keys():
-            raise UserError(
-                f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names, at least one"
-            )
-        if any(not weight > 0 for weight in weights.values()):
-            raise UserError(f"weights must be above 0, got {weights}; leave out a source that is not wanted")
-        lengths = {name: source.length for name, source in sources.items()}
-        if len(set(lengths.values())) > 1:
-            raise UserError(f"sources must give rows of one length, got {lengths}")
+        self.length = _length_of(sources, weights)
         self.sources = dict(sources)
         self.names = tuple(sources)
-        self.length = next(iter(lengths.values()))
         self.batch_size = batch_size
         self.seed = seed
         rows = apportion(weights, batch_size)
@@ -91,6 +82,20 @@ class Mixture:
             for first, count, places in _runs(mine, sources[mine] == number):
                 ids[places], labels[places] = self.sources[name].rows(int(starts[number] + first), count)
         return {"input_ids": ids, "labels": labels, "source": sources[mine]}
+
+
+def _length_of(sources: Mapping[str, RowSource], weights: Mapping[str, float]) -> int:
+    """The length of the rows; raises UserError for sources and weights that do not fit together."""
+    if not sources or sources.keys() != weights.keys():
+        raise UserError(
+            f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names, at least one"
+        )
+    if any(not weight > 0 for weight in weights.values()):
+        raise UserError(f"weights must be above 0, got {weights}; leave out a source that is not wanted")
+    lengths = {name: source.length for name, source in sources.items()}
+    if len(set(lengths.values())) > 1:
+        raise UserError(f"sources must give rows of one length, got {lengths}")
+    return next(iter(lengths.values()))
 
 
 def _runs(values: np.ndarray, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -130,16 +135,9 @@ class WeightedCorpora:
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int = 0):
-        if not sources or sources.keys() != weights.keys():
-            raise UserError(f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names")
-        if any(not weight > 0 for weight in weights.values()):
-            raise UserError(f"weights must be above 0, got {weights}; leave out a corpus that is not wanted")
-        lengths = {name: source.length for name, source in sources.items()}
-        if len(set(lengths.values())) > 1:
-            raise UserError(f"sources must give rows of one length, got {lengths}")
+        self.length = _length_of(sources, weights)
         self.sources = list(sources.values())
         self.names = tuple(sources)
-        self.length = self.sources[0].length
         self.seed = seed
         shares = apportion({name: weights[name] for name in sources}, PERIOD)
         rare = [name for name, share in shares.items() if not share]

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _MIN_FILLER_SHARE = 0.25  # a question after the first is asked only where this share of the row remains filler
-_ROWS_CHECKED = 4
+_ROWS_CHECKED, _ROWS_ENCODED = 32, 4
 _DRAWS = 64
 
 
@@ -78,8 +78,7 @@ class NeedleSource:
         self._rng = evaluation_rng if held_out else training_rng
         self._end = tokenizer.eos_token_id
         self._pieces: dict[str, list[int]] = {}
-        self._check_length()
-        self._check_splicing()
+        self._check_rows()
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
@@ -105,7 +104,10 @@ class NeedleSource:
             if budget >= 0:
                 break
         else:
-            raise UserError(f"length {self.length} is too short for {count} needles; give a larger length")
+            raise UserError(
+                f"length {self.length} is too short for {count} needles and a question with this tokenizer; give a "
+                "larger length, fewer needles or a larger vocabulary"
+            )
 
         first, last = self.filler.window(rng, self.tokenizer, budget)
         table = self.filler.tokens(self.tokenizer)
@@ -154,27 +156,13 @@ class NeedleSource:
             ids += self._pieces[part]
         return ids
 
-    def _check_length(self) -> None:
-        """Check that half of the largest documents fit; ``_row`` draws again for those that do not."""
-        count, asked = max(self.needles), min(max(self.queries), max(self.needles))
-        needed = []
-        for draw in range(_DRAWS):
-            cities, numbers = draw_facts(training_rng(self.seed, "length", draw), count, self.digits)
-            parts = [self._ids(needle(city, number)) for city, number in zip(cities, numbers, strict=True)]
-            parts += [self._ids(question(cities[:asked])), self._ids(completion(cities[:asked], numbers[:asked]))]
-            needed.append(sum(map(len, parts)) + 1)
-        typical = int(np.median(needed))
-        if self.length < typical:
-            raise UserError(
-                f"length {self.length} is too short: {count} needles and one question on {asked} cities take about "
-                f"{typical} tokens with this tokenizer; give a larger length, fewer needles or a larger vocabulary"
-            )
-
-    def _check_splicing(self) -> None:
-        backend = self.tokenizer.backend_tokenizer
+    def _check_rows(self) -> None:
+        """Check on some rows that the length suffices, and that the tokens are those of the whole text."""
         for index in range(_ROWS_CHECKED):
             ids = np.asarray(self._row(index)[0])[:-1]
-            text = backend.decode(ids.tolist(), skip_special_tokens=False)
+            if index >= _ROWS_ENCODED:
+                continue
+            text = self.tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
             if not np.array_equal(encode(self.tokenizer, text), ids):
                 raise UserError(
                     "this tokenizer joins tokens across the places where needles are put in, so that training rows "

@@ -47,7 +47,6 @@ FILTERS = {  # classes of datatrove, by the name of the work that published the 
     "fineweb": ("FineWebQualityFilter",),
 }
 MAX_TASKS = 64  # by default
-_PIECE = 1 << 18  # characters that are tokenised at a time: a longer document is cut between a letter and white space
 _BATCH = 1 << 20  # characters
 _MIN_SAMPLE = 65_536  # characters of each file in the sample
 
@@ -126,6 +125,8 @@ def prepare(
     plan = _begin(config, out, sources)
     records, dtype = read_records(out), plan["dtype"]
     todo = [task for task, record in enumerate(records) if not record or wrong_size(out, task, record, dtype)]
+    for unfinished in out.rglob(f"*{PARTIAL}"):  # of a killed process
+        unfinished.unlink()
     if engine is not None:
         engine.run(out, plan, todo)
         return out
@@ -137,8 +138,6 @@ def prepare(
         done += read
         progress(done, total)
 
-    for unfinished in out.rglob(f"*{PARTIAL}"):  # of a killed process
-        unfinished.unlink()
     for task in todo:
         reader = reader_of(plan, task, advance)
         write_task(out, plan, task, texts_of(plan, task, reader), reader.left_out)
@@ -232,39 +231,23 @@ def write_task(
     with ExitStack() as stack:
         shards = {split: stack.enter_context(_Shard(out / SHARDS / f"{split}-{task:05d}", plan)) for split in SPLITS}
         for batch in _batches(texts):
-            encoded = encode_all(tokenizer, [piece for _, piece, _, _ in batch])
-            for (split, piece, first, last), ids in zip(batch, encoded, strict=True):
-                shards[split].add(piece, ids, first, last)
+            for (split, text), ids in zip(batch, encode_all(tokenizer, [text for _, text in batch]), strict=True):
+                shards[split].add(text, ids)
     record = {**{split: shard.record for split, shard in shards.items()}, "left_out": dict(left_out)}
     write_whole(out / SHARDS / f"{task:05d}.json", json.dumps(record, indent=1) + "\n")
 
 
-def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str, bool, bool]]]:
-    """Lists of (split, piece of a text, first piece?, last piece?), of about ``_BATCH`` characters."""
+def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+    """Lists of (split, text), of about ``_BATCH`` characters."""
     batch, size = [], 0
-    for split, text in texts:
-        parts = pieces(text)
-        for number, piece in enumerate(parts, start=1):
-            batch.append((split, piece, number == 1, number == len(parts)))
-            size += len(piece)
-            if size >= _BATCH:
-                yield batch
-                batch, size = [], 0
+    for pair in texts:
+        batch.append(pair)
+        size += len(pair[1])
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
     if batch:
         yield batch
-
-
-def pieces(text: str) -> list[str]:
-    """A long text, cut between a letter and white space, where byte-level tokenizers begin a token anyway."""
-    parts, start = [], 0
-    while len(text) - start > _PIECE:
-        end = next(
-            (i for i in range(start + _PIECE, start + _PIECE // 2, -1) if text[i] in " \n" and text[i - 1].isalpha()),
-            start + _PIECE,
-        )
-        parts.append(text[start:end])
-        start = end
-    return [*parts, text[start:]]
 
 
 class _Shard:
@@ -283,15 +266,14 @@ class _Shard:
         self._file = self._stack.enter_context(partial.open("wb"))
         return self
 
-    def add(self, piece: str, ids: np.ndarray, first: bool, last: bool) -> None:
-        """Append a piece of a document; the last one is followed by the end of text."""
-        if first:
-            self.starts.append(self.tokens)
-        data = np.append(ids, self.end).astype(self.dtype) if last else ids.astype(self.dtype)
+    def add(self, text: str, ids: np.ndarray) -> None:
+        """Append a document, followed by the end of text."""
+        self.starts.append(self.tokens)
+        data = np.append(ids, self.end).astype(self.dtype)
         self._file.write(data.data)
         self.digest.update(data.data)
         self.tokens += len(data)
-        self.text_bytes += len(piece.encode())
+        self.text_bytes += len(text.encode())
 
     def __exit__(self, *error) -> None:
         self._stack.__exit__(*error)

@@ -78,6 +78,8 @@ def _find(name: str) -> list[Source]:
     if name.startswith("hub:"):
         hub_query(name)
         return [Source(name, "hub")]
+    if "://" in name:
+        raise UserError(f"source {name!r} is a URL; download it, and give the file")
     path = Path(name).absolute()
     if not path.exists():
         raise UserError(f"source {name!r} does not exist; give {ACCEPTED}")

@@ -11,7 +11,7 @@ A folder is complete when every task has its record.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import lru_cache
 from itertools import chain, pairwise
 from pathlib import Path
@@ -94,11 +94,8 @@ def wrong_size(folder: Path | str, task: int, record: dict[str, Any], dtype: str
     return None
 
 
-def verify(folder: Path | str, progress: Callable[[int, int], None] = lambda done, total: None) -> list[str]:
+def verify(folder: Path | str) -> list[str]:
     """Check sizes and checksums of all shards and the hash of the tokenizer; return a message for each problem.
-
-    Args:
-        progress: called with the number of checked tasks and of all tasks.
 
     Raises:
         UserError: for a folder that is not prepared.
@@ -109,7 +106,6 @@ def verify(folder: Path | str, progress: Callable[[int, int], None] = lambda don
         if record is not None and problem is None:
             problem = _wrong_content(folder, task, record)
         problems += [problem] if problem else []
-        progress(task + 1, len(records))
     try:
         load_prepared_tokenizer(folder)
     except UserError as error:
