@@ -1,6 +1,5 @@
 """What users of transformers expect of any model, for every variant of attention."""
 
-import math
 import runpy
 from pathlib import Path
 
@@ -139,52 +138,8 @@ def test_an_exported_program_is_portable(attention, tmp_path):
         torch.testing.assert_close(loaded(ids), model(ids), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
-@EVERY_VARIANT
-def test_onnx_runtime_computes_the_same(attention, tmp_path):
-    runtime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime onnxscript")
-    pytest.importorskip("onnxscript", reason="pip install onnxruntime onnxscript")
-    model = Logits(model_of(attention))
-    torch.onnx.export(model, (tokens(16),), dynamo=True, dynamic_shapes=DYNAMIC).save(tmp_path / "model.onnx")
-    session = runtime.InferenceSession(tmp_path / "model.onnx")
-    ids = tokens(23)
-    (found,) = session.run(None, {session.get_inputs()[0].name: ids.numpy()})
-    torch.testing.assert_close(torch.tensor(found), model(ids), rtol=1e-5, atol=1e-5)
-
-
 def test_every_configuration_has_the_attributes_that_trainers_read():
     assert DiffTransformerConfig().auto_map == {}
-
-
-@pytest.mark.slow
-@EVERY_VARIANT
-def test_trl_fine_tunes_a_folder(attention, tmp_path):
-    trl = pytest.importorskip("trl", reason="pip install trl")
-    datasets = pytest.importorskip("datasets", reason="pip install datasets")
-    from diff_transformer.data.tokenizer import byte_tokenizer
-
-    folder, tokenizer = tmp_path / "model", byte_tokenizer()
-    model_of(attention).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    common = {"output_dir": str(tmp_path / "out"), "max_steps": 2, "report_to": [], "use_cpu": True, "bf16": False}
-    texts = datasets.Dataset.from_list([{"text": "to be or not to be, that is the question"}] * 8)
-    pairs = datasets.Dataset.from_list([{"prompt": "to be", "chosen": " or not", "rejected": " and so on"}] * 8)
-    sft = trl.SFTTrainer(model=str(folder), args=trl.SFTConfig(max_length=32, **common), train_dataset=texts)
-    dpo = trl.DPOTrainer(
-        model=str(folder),
-        args=trl.DPOConfig(max_length=32, **common),
-        train_dataset=pairs,
-        processing_class=tokenizer,
-    )
-    grpo = trl.GRPOTrainer(
-        model=str(folder),
-        reward_funcs=lambda completions, **_: [float(len(text)) for text in completions],
-        args=trl.GRPOConfig(num_generations=2, per_device_train_batch_size=2, max_completion_length=4, **common),
-        train_dataset=datasets.Dataset.from_list([{"prompt": "to be"}] * 8),
-        processing_class=tokenizer,
-    )
-    for trainer in (sft, dpo, grpo):
-        assert math.isfinite(trainer.train().training_loss)
 
 
 @EVERY_VARIANT
@@ -228,42 +183,3 @@ def test_the_wrapper_of_the_example_fits_other_models():
         with pytest.raises(ValueError, match="no attn_drop and no scale_norm"):
             wrapper(32, 4, **{"proj_bias": False, **given})
     assert torch.nn.Sequential(layer, causal)(x).shape == x.shape
-
-
-@pytest.mark.parametrize("is_causal", [False, True])
-def test_timm_builds_a_vision_transformer_of_the_wrapper(is_causal):
-    timm = pytest.importorskip("timm", reason="pip install timm torchvision")
-    from diff_transformer.model.lambdas import lambda_init
-
-    wrapper = timm_layer()["Attention"]
-    sizes = {"img_size": 32, "patch_size": 8, "embed_dim": 32, "depth": 3, "num_heads": 4, "num_classes": 5}
-    model = timm.models.vision_transformer.VisionTransformer(**sizes, attn_layer=wrapper, qk_norm=True).eval()
-    for depth, block in enumerate(model.blocks):
-        block.attn.attention.core.lam.initial = lambda_init(depth)
-    images = torch.randn(2, 3, 32, 32, requires_grad=True)
-    model(images).square().sum().backward()
-    assert all(p.grad is not None and p.grad.abs().max() > 0 for p in model.blocks.parameters())
-    x = torch.randn(1, 7, 32)
-    changed = x.clone()
-    changed[:, -1] = torch.randn(32)
-    before, after = (model.blocks[0](each, is_causal=is_causal)[:, :-1] for each in (x, changed))
-    assert torch.allclose(before, after) == is_causal
-    with pytest.raises(ValueError, match="no attn_drop"):
-        timm.models.vision_transformer.VisionTransformer(**sizes, attn_layer=wrapper, attn_drop_rate=0.1)
-
-
-@pytest.mark.parametrize("name", ["vit_dwee_patch16_reg1_gap_256", "vit_dlittle_patch16_reg1_gap_256"])
-def test_differential_layers_of_timm_convert(name):
-    timm = pytest.importorskip("timm", reason="pip install timm torchvision")
-    from_timm = timm_layer()["from_timm"]
-    model = timm.create_model(name, pretrained=False, depth=3).eval()
-    for layer in (block.attn for block in model.blocks):
-        torch.nn.init.normal_(layer.sub_norm.weight, mean=1.0)
-        torch.nn.init.normal_(layer.qkv.bias)
-        x = torch.randn(2, 9, layer.qkv.in_features)
-        torch.testing.assert_close(from_timm(layer)(x)[0], layer(x), rtol=1e-4, atol=1e-5)
-        torch.testing.assert_close(
-            from_timm(layer)(x, is_causal=True)[0], layer(x, is_causal=True), rtol=1e-4, atol=1e-5
-        )
-    with pytest.raises(ValueError, match="do not convert"):
-        from_timm(timm.layers.DiffAttention(32, 2, dual_lambda=True))

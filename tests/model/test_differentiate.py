@@ -269,23 +269,6 @@ def test_trainer_resumes(kind, tmp_path):
 
 
 @pytest.mark.slow
-def test_trl_trains_from_the_folder(tmp_path):
-    from datasets import Dataset
-    from trl import SFTConfig, SFTTrainer
-
-    from diff_transformer.data.tokenizer import byte_tokenizer
-
-    tokenizer = byte_tokenizer()
-    differentiate(tiny("Qwen3", vocab_size=len(tokenizer))).save_pretrained(tmp_path / "model")
-    tokenizer.save_pretrained(tmp_path / "model")
-    arguments = _arguments(SFTConfig, tmp_path / "out", max_length=32, packing=True)
-    rows = Dataset.from_dict({"text": ["the cat sat on the mat, and the dog on the cat"] * 8})
-    trainer = SFTTrainer(str(tmp_path / "model"), args=arguments, train_dataset=rows)
-    assert 3 < trainer.train().training_loss < 7
-    assert getattr(trainer.model.config, ENTRY)["kind"] == "diff_v2"
-
-
-@pytest.mark.slow
 def test_a_process_needs_the_package_and_says_so(tmp_path):
     made("Qwen3").save_pretrained(tmp_path)
     load = f"model = AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})\n"

@@ -184,16 +184,6 @@ def test_softmax_model_is_llama(kv_heads, tied):
     torch.testing.assert_close(back(tokens()).logits, llama(tokens()).logits, atol=1e-6, rtol=1e-6)
 
 
-def test_converter_refuses_what_the_other_side_cannot_hold():
-    with pytest.raises(ValueError, match="attention is 'diff'"):
-        to_llama(make())
-    biased = LlamaForCausalLM(LlamaConfig(
-        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4,
-        attention_bias=True))  # fmt: skip
-    with pytest.raises(ValueError, match="attention_bias=True"):
-        from_llama(biased)
-
-
 def test_eager_masks_give_the_same_logits():
     model, ids = make(), tokens()
     expected = model(ids).logits
@@ -243,12 +233,3 @@ def test_casts_keep_the_frequencies_of_the_rotary_embedding(cast):
     assert model.dtype != torch.float32
     assert torch.equal(model.model.rotary_emb.inv_freq, exact)
     assert torch.equal(model.model.rotary_emb.original_inv_freq, exact)
-
-
-def test_a_wider_model_of_transformers_keeps_its_frequencies():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
-    source = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4))
-    exact = source.model.rotary_emb.inv_freq.clone()
-    for parameter in source.parameters():  # as from_pretrained(dtype=torch.bfloat16)
-        parameter.data = parameter.data.bfloat16()
-    assert torch.equal(wider(source).model.rotary_emb.inv_freq, exact)

@@ -7,7 +7,6 @@ import torch
 from torch.nn.functional import rms_norm
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.convert import to_llama
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.heads import CORES, count_heads
@@ -25,12 +24,6 @@ def test_each_head_is_normed_by_itself():
     assert not torch.allclose(normed, plain)
 
 
-def test_the_default_has_none():
-    model = DiffTransformerForCausalLM(preset("debug", attention="softmax"))
-    assert not any("head_norm" in name for name in model.state_dict())
-    assert model.model.layers[0].self_attn.core.head_norm is None
-
-
 def test_the_field_adds_a_weight_a_layer_and_is_saved(tmp_path):
     config = preset("debug", attention="softmax", softmax_head_norm=True, head_norm_init=0.1, hidden_size=64)
     model = DiffTransformerForCausalLM(config)
@@ -45,16 +38,3 @@ def test_the_field_adds_a_weight_a_layer_and_is_saved(tmp_path):
     again = DiffTransformerForCausalLM.from_pretrained(tmp_path)
     ids = torch.randint(0, 512, (1, 12))
     torch.testing.assert_close(again(ids).logits, model.eval()(ids).logits)
-
-
-def test_cached_generation_agrees_with_one_pass():
-    model = DiffTransformerForCausalLM(preset("debug", attention="softmax", softmax_head_norm=True)).eval()
-    ids = torch.randint(0, 512, (2, 7))
-    out = model.generate(ids, max_new_tokens=5, do_sample=False)
-    assert torch.equal(out[:, 7:], model(out).logits[:, 6:-1].argmax(-1))
-
-
-def test_llama_cannot_hold_it():
-    model = DiffTransformerForCausalLM(preset("debug", attention="softmax", softmax_head_norm=True))
-    with pytest.raises(ValueError, match="softmax_head_norm is True"):
-        to_llama(model)

@@ -1,24 +1,19 @@
 """Which backend is called: "auto" decides once and says so, a named backend works or raises with the reason."""
 
 import json
-import logging
 import os
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import diff_transformer
-from diff_transformer import DiffAttention
 from diff_transformer.errors import UserError
 from diff_transformer.ops import available_backends, diff_attention, table, triton
-from diff_transformer.ops.backends import BACKENDS, _announce, of_auto
+from diff_transformer.ops.backends import BACKENDS, of_auto
 from diff_transformer.ops.call import Call
-from diff_transformer.ops.cpu import kernel, library
 from diff_transformer.testing import make_inputs
 
 
@@ -70,19 +65,6 @@ def test_auto_is_the_same_compiled_and_another_exported():
 def test_a_named_backend_is_the_one_that_computes(called, name):
     diff_attention(*make_inputs(T=5), backend=name)
     assert called == [name]
-
-
-def test_auto_says_what_it_chose_once(caplog):
-    _announce.cache_clear()
-    with caplog.at_level(logging.INFO, logger="diff_transformer"):
-        for _ in range(3):
-            diff_attention(*make_inputs(T=5))
-        diff_attention(*make_inputs(T=5, dtype=torch.bfloat16))
-        diff_attention(*make_inputs(T=5), backend="sdpa")
-    assert [r.message for r in caplog.records] == [
-        "diff_attention on cpu, float32: backend='blockwise'",
-        "diff_attention on cpu, bfloat16: backend='blockwise'",
-    ]
 
 
 def test_gradient_of_the_mask_needs_the_reference(called):
@@ -224,30 +206,7 @@ def test_auto_without_triton_is_sdpa(monkeypatch):
     )
 
 
-def test_the_reason_is_logged(caplog):
-    _announce.cache_clear()
-    with caplog.at_level(logging.INFO, logger="diff_transformer"):
-        _announce("cuda", torch.bfloat16, "sdpa", "not 'triton', since it rains")
-    assert caplog.messages == ["diff_attention on cuda, bfloat16: backend='sdpa' (not 'triton', since it rains)"]
-
-
 def test_importing_the_operator_does_not_import_triton():
     code = "import sys; import diff_transformer.ops; sys.exit('triton' in sys.modules)"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 0
-
-
-def test_a_layer_is_seven_frames_from_its_kernel(monkeypatch):
-    """The layer, its core, what experiments replace in it, the operator, its backend, PyTorch's operator, the call."""
-    if not library.available():
-        pytest.skip("the CPU kernel is not built on this machine")
-    frames, package = [], str(Path(diff_transformer.__file__).parent)
-    check = kernel.check
-
-    def called(status):
-        frames.extend(f.name for f in traceback.extract_stack() if f.filename.startswith(package))
-        check(status)
-
-    monkeypatch.setattr(kernel, "check", called)
-    DiffAttention(32, 4, is_causal=True)(torch.randn(1, 40, 32, requires_grad=True))
-    assert frames == ["forward", "forward", "attend", "diff_attention", "attend", "forward", "forward", "run"]

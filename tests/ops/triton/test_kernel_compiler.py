@@ -1,7 +1,5 @@
 """The instrument itself: a compile check that cannot fail would prove nothing."""
 
-import json
-import os
 from dataclasses import replace
 
 import pytest
@@ -9,16 +7,13 @@ import torch
 
 pytest.importorskip("triton", reason="it compiles Triton kernels")
 
-import kernel_compiler
 import triton
 import triton.language as tl
 from assembly import products_of_loops, spills_in_loops, unguarded_arrivals
 from kernel_compiler import (
-    SHARED_LIMIT,
     Compiled,
     Description,
     assert_ships,
-    compile_for,
     compile_in_subprocess,
     describe,
     executed_over_needed,
@@ -29,7 +24,6 @@ from kernel_compiler import (
 
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton import backward, forward, tile_sizes
-from diff_transformer.ops.triton.launching import Launch
 
 GOOD = Compiled(
     name="kernel", capability=90, registers=168, spill_bytes=0, spills_in_loops=0, shared_bytes=227 * 1024,
@@ -41,11 +35,6 @@ SIGNATURE = {"partial": "*fp32", "lam_at": "*fp32", "first_at": "*fp32", "out": 
 SIGNATURE |= {"lam_strides": STRIDES, "first_strides": STRIDES}
 SIGNATURE |= dict.fromkeys(("splits", "all_rows", "H", "T"), "i32")
 CONSTANTS = {"DV": 64, "COLUMNS": 64, "SPLITS_PAD": 8, "WEIGHTED": False}
-
-
-def test_limits_of_the_chips():
-    assert SHARED_LIMIT[80] == 163 * 1024
-    assert SHARED_LIMIT[90] == 227 * 1024
 
 
 ARRIVAL = "@%p1 mbarrier.arrive.shared::cta.b64 _, [%r1];"
@@ -115,12 +104,6 @@ def test_only_tiles_that_were_timed_may_spill_in_loops(change, ships):
 def test_what_does_not_ship(change, message):
     with pytest.raises(AssertionError, match=message):
         assert_ships(replace(GOOD, **change))
-
-
-def test_another_chip_than_it_was_compiled_for():
-    assert faults(GOOD, 86) == ["uses 227 KiB of shared memory; sm_86 has 99"]
-    with pytest.raises(ValueError, match="capability is 75; known are 80, 86"):
-        faults(GOOD, 75)
 
 
 def test_a_spill_is_seen():
@@ -220,46 +203,7 @@ def test_a_product_that_warps_repeat_is_seen():
     assert executed_over_needed(launch, compiled) > 1.9
 
 
-def test_errors_come_back():
-    with pytest.raises(RuntimeError, match=r"decode_combine_kernel does not compile .* without type or value: DV"):
-        compile_in_subprocess(COMBINE, SIGNATURE, {"COLUMNS": 64, "SPLITS_PAD": 8, "WEIGHTED": False}, capability=80)
-    with pytest.raises(RuntimeError, match="in both dicts: splits"):
-        compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"splits": 3}, capability=80)
-    with pytest.raises(RuntimeError, match="it does not have: Slices"):
-        compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS | {"Slices": 3}, capability=80)
-    with pytest.raises(RuntimeError, match="ModuleNotFoundError: No module named 'nowhere'"):
-        compile_in_subprocess("nowhere:kernel", {}, {}, capability=80)
-
-
 @triton.jit(do_not_specialize=["n", "sizes"])
 def scale_by(x, y, factor, n, strides, sizes, mask, BLOCK: tl.constexpr):
     place = tl.arange(0, BLOCK)
     tl.store(y + place * strides[0], tl.load(x + place * strides[1], mask=place < n) * factor)
-
-
-def test_description_of_a_launch():
-    x, y = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4, dtype=torch.bool)
-    given = {"x": x, "y": y, "factor": 0.5, "n": 1, "strides": (1, 32, (x, None)), "sizes": (1, 32), "mask": None}
-    launch = describe(Launch(scale_by, (1,), given | {"BLOCK": 16, "num_warps": 8}))
-    assert launch.kernel.endswith(":scale_by")
-    types = {"x": "*bf16", "y": "*i1", "factor": "fp32", "n": "i32"}
-    assert launch.signature == types | {"strides": (1, "i32:16", ("*bf16", None)), "sizes": ("i32", "i32")}
-    assert launch.constexprs == {"mask": None, "BLOCK": 16}
-    assert launch.options == {"num_warps": 8}
-    long = describe(Launch(scale_by, (1,), given | {"n": 48, "strides": (17, 2**31), "BLOCK": 16}))
-    assert [long.signature[name] for name in ("n", "strides")] == ["i32", ("i32", "i64:16")]
-
-
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="about kernels decorated under the interpreter")
-def test_interpreted_kernels_are_refused():
-    with pytest.raises(TypeError, match=r"scale_by is a InterpretedFunction, .* use compile_in_subprocess"):
-        compile_for(scale_by, {}, {}, capability=90)
-
-
-def test_an_interrupted_call_does_not_shift_the_answers(monkeypatch):
-    """The answer to an abandoned request is not taken for the answer to the next one."""
-    server = kernel_compiler._server()
-    lost = [next(kernel_compiler._numbers), "no.module:lost", {}, {}, {}]
-    print(json.dumps(lost), file=server.stdin, flush=True)
-    with pytest.raises(RuntimeError, match="No module named 'other'"):
-        kernel_compiler.compile_in_subprocess("other.module:kernel", {}, {}, capability=80)
