@@ -90,7 +90,7 @@ def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path)
         train(config, tmp_path / "halved", progress=stop)
     assert not (tmp_path / "halved" / "model").exists()
     train(config, tmp_path / "halved", resume=True, announce=said.append)
-    assert said[0] == f"continues after step {step} of 20"
+    assert said[1] == f"continues after step {step} of 20"
     assert same(weights(tmp_path / "halved"), weights(tmp_path / "whole"))
     halved, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("halved", "whole"))
     for line in (*halved, *whole):

@@ -157,7 +157,13 @@ def test_resuming_drops_what_came_after_the_checkpoint_and_what_was_cut(tmp_path
 
 
 def test_the_list_of_metrics_is_the_documented_one(texts, tmp_path):
-    settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=2", "train.log_every=1"]
+    settings = [
+        f"data.corpus={texts}",
+        "data.max_bytes=null",
+        "train.steps=2",
+        "train.log_every=1",
+        "train.peak_flops=1e12",
+    ]
     train(override(recipe("debug"), settings), tmp_path / "run")
     written = {key for line in read_metrics(tmp_path / "run" / "metrics.jsonl") for key in line}
     text = (Path(__file__).parents[2] / "docs" / "telemetry.md").read_text()

@@ -2,33 +2,31 @@ import pytest
 import torch
 from transformers import OlmoeConfig
 
+from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import preset
-from diff_transformer.train import telemetry
-from diff_transformer.train.telemetry import utilisation
+from diff_transformer.train.config import override
+from diff_transformer.train.plan import resolve
+from diff_transformer.train.telemetry import describe, utilisation
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def test_the_share_of_a_given_peak():
-    use = utilisation(preset("debug"), 96, CPU, "32-true", given=1e12, devices=4)
+    use = utilisation(preset("debug"), 96, CPU, given=1e12, devices=4)
     flops = model_cost(preset("debug"), length=96).training_flops_per_token
     assert use.of(1e6) == pytest.approx(1e6 * flops / 4e12)
-    assert use.formula() == (
-        f"MFU = tokens/s x {flops:,} training FLOPs a token (3 x the forward pass at length 96; recomputation not "
-        f"counted) / (4 x 1e+12 FLOP/s: train.peak_flops)"
-    )
+    assert utilisation(preset("debug"), 96, CPU).of(1e6) is None
 
 
-def test_the_peak_of_a_processor_is_measured_once(monkeypatch):
-    monkeypatch.setattr(telemetry, "_measured", {})
-    calls = []
-    monkeypatch.setattr(torch, "mm", lambda a, b: calls.append(a.dtype))
-    use = utilisation(preset("debug"), 96, CPU, "bf16-mixed")
-    assert set(calls) == {torch.bfloat16}
-    assert use.peak == utilisation(preset("debug"), 96, CPU, "bf16-mixed").peak > 0
-    assert len(calls) == telemetry._REPEATS + 1
-    assert "a measured bfloat16 product" in use.formula()
+def test_a_run_says_what_it_will_do():
+    plan = resolve(override(recipe("debug"), ["train.steps=1000000", "data.corpus=novels"]))
+    lines = describe(plan, utilisation(plan.model, 96, CPU, given=1e9)).splitlines()
+    assert lines[0].startswith("debug: diff, 37,")
+    assert lines[1] == "1,000,000 steps of 8 rows of 96 tokens, 768,000,000 in all, of novels"
+    assert lines[2] == "1 process (single), 32-true; a checkpoint every 10 steps"
+    assert lines[3].startswith("about ")
+    assert all(len(line) <= 80 for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -42,18 +40,15 @@ def test_the_peak_of_a_processor_is_measured_once(monkeypatch):
 )
 def test_known_devices(monkeypatch, name, peak):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    assert utilisation(preset("debug"), 96, CUDA, "bf16-mixed").peak == peak
+    assert utilisation(preset("debug"), 96, CUDA).peak == peak
 
 
 @pytest.mark.parametrize("name", ["Abacus 9000", "NVIDIA L40", "NVIDIA A10G", "NVIDIA RTX A1000"])
-def test_an_unknown_device_says_what_to_set(monkeypatch, name):
+def test_an_unknown_device_has_no_peak(monkeypatch, name):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
-    use = utilisation(preset("debug"), 96, CUDA, "bf16-mixed")
-    assert use.of(1e6) is None
-    assert f"the peak of {name!r} is not known; set train.peak_flops" in use.formula()
+    assert utilisation(preset("debug"), 96, CUDA).of(1e6) is None
 
 
 def test_experts_have_no_utilisation():
-    use = utilisation(OlmoeConfig(num_hidden_layers=1), 96, CPU, "32-true", given=1e12)
+    use = utilisation(OlmoeConfig(num_hidden_layers=1), 96, CPU, given=1e12)
     assert use.of(1e6) is None
-    assert use.formula() == "MFU is not reported: the FLOPs of a mixture of experts are not counted"

@@ -7,6 +7,7 @@ import typer
 
 from diff_transformer.cli.app import (
     Address,
+    DryRun,
     Engine,
     GPUsPerRun,
     Out,
@@ -93,8 +94,20 @@ def compare(
         )  # fmt: skip
 
 
+def planned(config) -> str:
+    """What a run of ``config`` would do with these processes; UserError if it cannot be done."""
+    import torch
+
+    from diff_transformer.train.plan import resolve, world_size
+    from diff_transformer.train.telemetry import describe, utilisation
+
+    plan, device = resolve(config, world_size()), torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    peak = config.train.peak_flops
+    return describe(plan, utilisation(plan.model, config.data.length, device, given=peak, devices=plan.world))
+
+
 @app.command()
-def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Resume = False):
+def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Resume = False, dry_run: DryRun = False):
     """Train one model of a recipe (--set model.attention=softmax for the matched Transformer).
 
     On eight GPUs: torchrun --nproc-per-node 8 -m diff_transformer train ...
@@ -103,6 +116,8 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     training()
     config = configuration(recipe, assignments)
+    if dry_run:
+        return print(planned(config))
     from diff_transformer.train.loop import train as run
 
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:

@@ -34,7 +34,7 @@ from diff_transformer.train.recompute import recompute, what_to_recompute
 from diff_transformer.train.run_folder import check_run_folder, run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
-from diff_transformer.train.telemetry import Utilisation, by_source, telemetry, utilisation
+from diff_transformer.train.telemetry import Utilisation, by_source, describe, telemetry, utilisation
 from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched, source_names
 from diff_transformer.train.weights import choose_weights
 
@@ -92,7 +92,7 @@ def train(
     Args:
         progress: called on rank 0 after every step.
         data: the result of ``load_training_data(config)``, if the caller has it already.
-        announce: called on rank 0 before the first step, with the formula of MFU and the step that a run resumes at.
+        announce: called on rank 0 before the first step, with what the run will do and the step that it resumes at.
 
     Raises:
         UserError: as ``resolve`` and ``run_folder``, before anything is written; as ``Checkpoints``.
@@ -133,10 +133,7 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
     stepper = Stepper(
         fabric, wrapped, fabric.setup_optimizers(optimizer), model, config, data.tokenizer.eos_token_id, context
     )
-    used = utilisation(
-        model.config, config.data.length, fabric.device, settings.precision,
-        given=settings.peak_flops, devices=plan.world,
-    )  # fmt: skip
+    used = utilisation(model.config, config.data.length, fabric.device, given=settings.peak_flops, devices=plan.world)
     return Run(plan, fabric, data, model, optimizer, stepper, used)
 
 
@@ -160,6 +157,7 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
         folder, keep=settings.checkpoint_keep, keep_best=settings.checkpoint_best, background=settings.checkpoint_async
     )
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
+    say(describe(run.plan, run.utilisation))
     if resume:
         say(f"continues after step {step:,} of {settings.steps:,}")
     if 0 < step < settings.steps:
@@ -167,7 +165,6 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
     warning = schedule_warning(settings.steps, config.optim)
     if warning and fabric.is_global_zero:
         logger.warning(warning)
-    say(run.utilisation.formula())
     log = None
     if fabric.is_global_zero:
         log = MetricsLog(folder, step, wandb=settings.wandb, settings=config.to_dict())

@@ -5,7 +5,6 @@ Functions of the model return the same numbers on every rank, also for a sharded
 
 import re
 import sys
-import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +28,7 @@ PARTS = (
     ("head", r"\blm_head\b"),
     ("norms", r"norm"),
 )
-_SIZE, _REPEATS = 1024, 5  # of the matrix product that measures a CPU
+_SHARE = 0.4  # of the peak, for the estimate of a run's time
 
 
 def telemetry(model: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -111,12 +110,10 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Utilisation:
-    """Model FLOPs utilisation (MFU): the share of a device's peak that the model's own arithmetic takes."""
+    """Model FLOPs utilisation (MFU): the share of the devices' peak that the model's own arithmetic takes."""
 
-    flops_per_token: int | None  # of a training step, forward and backward; None if not counted
-    length: int  # tokens a row
+    flops_per_token: int | None  # of a training step: 3 x the forward pass, recomputation not counted; None if unknown
     peak: float | None  # FLOP/s of one device; None if unknown
-    source: str  # where the peak is from
     devices: int = 1
 
     def of(self, tokens_per_second: float) -> float | None:
@@ -125,59 +122,42 @@ class Utilisation:
             return None
         return tokens_per_second * self.flops_per_token / (self.peak * self.devices)
 
-    def formula(self) -> str:
-        """The formula of ``of`` with its numbers, for the user."""
-        if self.flops_per_token is None:
-            return "MFU is not reported: the FLOPs of a mixture of experts are not counted"
-        flops = (
-            f"{self.flops_per_token:,} training FLOPs a token (3 x the forward pass at length {self.length}; "
-            f"recomputation not counted)"
-        )
-        if self.peak is None:
-            return f"MFU is not reported: {self.source}; set train.peak_flops. {flops}"
-        return f"MFU = tokens/s x {flops} / ({self.devices} x {self.peak:.4g} FLOP/s: {self.source})"
 
-
-def utilisation(config, length: int, device: torch.device, precision: str, *, given: float = 0.0, devices: int = 1):
+def utilisation(config, length: int, device: torch.device, *, given: float = 0.0, devices: int = 1) -> Utilisation:
     """``Utilisation`` of a model's configuration on a device.
 
     Args:
-        given: peak FLOP/s of a device (``train.peak_flops``); 0 for the data sheet of a known GPU, or for the measured
-            speed of a matrix product on the CPU.
+        given: peak FLOP/s of a device (``train.peak_flops``); 0 for the data sheet of a known GPU, dense bf16.
     """
     from diff_transformer.model.convert.from_softmax import has_experts, nearest
     from diff_transformer.model.cost import model_cost
 
     flops = None if has_experts(config) else model_cost(nearest(config), length=length).training_flops_per_token
-    if given:
-        return Utilisation(flops, length, given, "train.peak_flops", devices)
-    if device.type == "cpu":
-        dtype = torch.bfloat16 if precision.startswith("bf16") else torch.float32
-        name = str(dtype).removeprefix("torch.")
-        source = f"a measured {name} product of {_SIZE} x {_SIZE} matrices on {torch.get_num_threads()} CPU thread(s)"
-        return Utilisation(flops, length, matmul_speed(dtype), source, devices)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)
-    for known, peak in BF16_PEAK_FLOPS.items():
-        if re.search(rf"\b{re.escape(known)}\b", name):
-            return Utilisation(flops, length, peak, f"{name}, dense bf16", devices)
-    return Utilisation(flops, length, None, f"the peak of {name!r} is not known", devices)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = (peak for part, peak in BF16_PEAK_FLOPS.items() if re.search(rf"\b{re.escape(part)}\b", name))
+    return Utilisation(flops, given or next(known, None), devices)
 
 
-_measured: dict[tuple[torch.dtype, int], float] = {}
+def describe(plan: Any, used: Utilisation) -> str:
+    """What a run of ``plan`` will do, how much, and about how long if the peak of its devices is known: some lines."""
+    from diff_transformer.model.convert.from_softmax import nearest
+    from diff_transformer.model.cost import model_cost
 
-
-def matmul_speed(dtype: torch.dtype) -> float:
-    """FLOP/s of a square matrix product on the CPU, best of a few; measured once per process and thread count."""
-    key = dtype, torch.get_num_threads()
-    if key not in _measured:
-        a, b = (torch.full((_SIZE, _SIZE), value, dtype=dtype) for value in (0.5, 0.25))
-        times = []
-        for _ in range(_REPEATS + 1):
-            start = time.perf_counter()
-            torch.mm(a, b)
-            times.append(time.perf_counter() - start)
-        _measured[key] = 2 * _SIZE**3 / min(times[1:])
-    return _measured[key]
+    config, settings = plan.config, plan.config.train
+    rows = settings.steps * settings.batch_size
+    size = model_cost(nearest(plan.model)).total_parameters
+    kind = getattr(plan.model, "attention", plan.model.model_type)
+    lines = [
+        f"{config.name}: {kind}, {size:,} parameters from {plan.source or f'seed {settings.seed}'}",
+        f"{settings.steps:,} steps of {settings.batch_size:,} rows of {config.data.length:,} tokens, "
+        f"{rows * config.data.length:,} in all, of {', '.join(config.data.corpora) or config.data.corpus}",
+        f"{plan.world} process{'es' * (plan.world > 1)} ({plan.strategy}), {settings.precision}; a checkpoint every "
+        f"{settings.checkpoint_every:,} steps",
+    ]
+    if (speed := used.of(1.0)) is not None:
+        hours = rows * config.data.length * speed / _SHARE / 3600
+        lines.append(f"about {hours:.1f} hours at {_SHARE:.0%} of the devices' {used.peak:.3g} FLOP/s")
+    return "\n".join(lines)
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
