@@ -9,20 +9,27 @@ from typing import Any
 
 from diff_transformer.cli.app import bytes_done
 from diff_transformer.data.prepare import Engine, PrepareConfig, prepare, totals
-from diff_transformer.data.sources import SPLITS
+from diff_transformer.data.sources import SPLITS, find_sources
 from diff_transformer.data.tokens import is_prepared, read_plan, read_records, repair_command, verify
 from diff_transformer.errors import UserError
 
 
 def run_prepare(
-    sources: list[str], out: Path, settings: dict[str, Any], *, resume: bool = False, engine: Engine | None = None
+    sources: list[str],
+    out: Path,
+    settings: dict[str, Any],
+    *,
+    resume: bool = False,
+    engine: Engine | None = None,
+    dry_run: bool = False,
 ) -> None:
-    """Prepare ``out`` with a progress bar, and print a summary and the command that trains on it.
+    """Say what is to be prepared, prepare ``out`` with a progress bar, and print the command that trains on it.
 
     Args:
         sources: the sources of text; none to continue the preparation in ``out``.
         settings: fields of ``PrepareConfig``; None for the default, or without sources for that of ``out``.
         engine: as ``prepare``; shows no progress.
+        dry_run: only say what is to be prepared.
 
     Raises:
         UserError: no sources and no preparation to continue; a side without a document; and as ``prepare``.
@@ -36,6 +43,11 @@ def run_prepare(
         config = PrepareConfig(**(before | given))
     else:
         raise UserError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
+    files = find_sources(config.sources, config.validation)
+    size = f"{sum(file.size for file in files) / 1e6:,.1f} MB" if all(file.size for file in files) else "size unknown"
+    print(f"{len(files):,} source{'s' * (len(files) > 1)} of text ({size}), tokenizer {config.tokenizer}, to {out}")
+    if dry_run:
+        return
     with nullcontext(lambda read, total: None) if engine is not None else bytes_done("tokenising") as show:
         prepare(config, out, resume=resume, progress=show, engine=engine)
     if None in read_records(out):

@@ -63,6 +63,10 @@ def compare(
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this many minutes, with everything saved; --resume continues.")
     ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="100 steps and few prompts: the whole way in a minute or two, no finding.")
+    ] = False,
+    dry_run: DryRun = False,
     report: Annotated[
         bool, typer.Option(help="Judge the claims and write report.html; `diff-transformer report` can do it later.")
     ] = True,
@@ -72,6 +76,7 @@ def compare(
     With --from both go on from a pretrained Transformer.
     """
     from diff_transformer.lab.compare import compare as run
+    from diff_transformer.lab.recipes import shortened
     from diff_transformer.model.matching import VARIANTS
 
     training()
@@ -87,7 +92,13 @@ def compare(
         more = [name.strip() for name in variants.split(",") if name.strip()]
         name = recipe or ("uptrain" if source else "demo")
         given = [*([] if corpus is None else [f"data.corpus={corpus}"]), *(assignments or [])]
-        config, cluster = configuration(name, given), executor(engine, out, address, gpus_per_run)
+        config = configuration(name, given)
+        if quick:
+            config = shortened(config)
+        models = f"{(len(more) + 2) * seeds} models, each measured afterwards; each of them:"
+        if dry_run:
+            return print(f"{models}\n{planned(config)}" if source is None else f"{models} from {source}")
+        cluster = executor(engine, out, address, gpus_per_run)
         run(
             config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster,
             minutes=minutes, report=report,
@@ -157,6 +168,7 @@ def prepare(
     partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
     time: Annotated[str | None, typer.Option(help="Time limit of a Slurm job, HH:MM:SS.")] = None,
     resume: Resume = False,
+    dry_run: DryRun = False,
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size into files that training maps into memory. --resume continues, and repairs."""
@@ -193,7 +205,7 @@ def prepare(
     elif any(options.values()):
         raise UserError("--jobs, --address, --partition and --time are options of --engine; give it too")
     with resumable(out, lambda: any(out.glob("shards/*.json"))):
-        run_prepare(sources or [], out, settings, resume=resume, engine=chosen)
+        run_prepare(sources or [], out, settings, resume=resume, engine=chosen, dry_run=dry_run)
 
 
 @app.command()

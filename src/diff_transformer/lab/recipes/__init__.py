@@ -1,6 +1,7 @@
 """Recipes: functions that return the full configuration of a run. Each docstring has command, hardware and result."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from diff_transformer.checks import require_known
 from diff_transformer.lab.recipes import desk, one_gpu, paper
@@ -26,3 +27,10 @@ def recipe(name: str) -> RunConfig:
     """
     require_known("recipe", name, RECIPES)
     return RECIPES[name]()
+
+
+def shortened(config: RunConfig) -> RunConfig:
+    """``config`` with at most 100 steps and the measurements of ``debug``: all of a comparison, but no finding."""
+    train = replace(config.train, steps=min(100, config.train.steps), checkpoint_every=50, validate_every=50)
+    optim = replace(config.optim, warmup_steps=min(10, config.optim.warmup_steps))
+    return replace(config, train=train, optim=optim, evaluation=desk.debug().evaluation)
