@@ -38,10 +38,12 @@ def convert(
 
     docs/conversion.md says what each layout can hold. Reads safetensors only and overwrites nothing.
     """
+    from diff_transformer.checks import require_known
     from diff_transformer.model.convert import convert_folder
-    from diff_transformer.model.convert.folder import layout_of
+    from diff_transformer.model.convert.folder import TARGETS, layout_of
 
     quiet()
+    require_known("target", target, TARGETS)
     layout, settings = layout_of(source)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
     print(f"{source}: {layout or settings.get('model_type')}, {size:.2f} GB; to {target}, in {out}")

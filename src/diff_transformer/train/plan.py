@@ -61,8 +61,11 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
             "the latter"
         )
     if isinstance(model, DiffTransformerConfig):
-        with torch.device("meta"), no_init_weights():
-            DiffTransformerForCausalLM(model)  # refuses fields that it cannot be built with
+        try:
+            with torch.device("meta"), no_init_weights():
+                DiffTransformerForCausalLM(model)
+        except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
+            raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
         check_split(model, config.train.parallel.tensor_parallel)
         check_context(model, config.train.parallel.context_parallel)
     return Plan(config, world, strategy, model, source)
