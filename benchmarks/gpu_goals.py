@@ -5,123 +5,93 @@ the pair that is not compiled.
 """
 
 import json
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 from speed_tables import CUDNN, header, line
 
-LENGTH = 4096
+OPERATOR = {"length": 4096, "causal": True, "dtype": "bfloat16"}
 Records = dict[str, list[dict]]  # rows by stage
 
 
-class Goal(NamedTuple):
-    """A goal; ``measure`` returns None if nothing was measured."""
-
-    what: str
-    bound: float
-    at_most: bool
-    measure: Callable[[Records], float | None]
-
-    def held(self, value: float) -> bool:
-        return value <= self.bound if self.at_most else value >= self.bound
+def operator(records: Records, width: int) -> tuple[dict, list[dict]]:
+    """The timed row of the Triton backend, {} if there is none; and all timed rows beside it."""
+    wanted = {**OPERATOR, "width": width}
+    rows = [r for r in records.get("attention", []) if "both_ms" in r and wanted.items() <= r.items()]
+    return next((row for row in rows if row["backend"] == "triton"), {}), rows
 
 
-def timed(records: Records, width: int) -> list[dict]:
-    """Timed rows at the goals' length."""
-    wanted = {"length": LENGTH, "width": width, "causal": True, "dtype": "bfloat16"}
-    rows = records.get("attention", [])
-    return [row for row in rows if "both_ms" in row and all(row.get(name) == value for name, value in wanted.items())]
+def over_default(records: Records, width: int, kind: str) -> float | None:
+    """Time over that of the kernel that SDPA chooses."""
+    return operator(records, width)[0].get(f"{kind}_ratio")
 
 
-def ours(records: Records, width: int) -> dict:
-    """The row of the Triton backend, {} if it was not timed."""
-    return next((row for row in timed(records, width) if row["backend"] == "triton"), {})
-
-
-def over_default(width: int, kind: str) -> Callable[[Records], float | None]:
-    return lambda records: ours(records, width).get(f"{kind}_ratio")
-
-
-def over_cudnn(width: int, kind: str) -> Callable[[Records], float | None]:
+def over_cudnn(records: Records, width: int, kind: str) -> float | None:
     """Time over that of cuDNN's kernel, which may also be SDPA's own choice."""
-
-    def measure(records: Records) -> float | None:
-        row = ours(records, width)
-        chosen = {r["backend"]: r.get("sdpa") for r in timed(records, width)}.get("softmax")
-        return row.get(f"{kind}_ratio") if chosen == "cudnn" else row.get("ratios", {}).get(CUDNN, {}).get(kind)
-
-    return measure
+    row, rows = operator(records, width)
+    if any(r["backend"] == "softmax" and r.get("sdpa") == "cudnn" for r in rows):
+        return row.get(f"{kind}_ratio")
+    return row.get("ratios", {}).get(CUDNN, {}).get(kind)
 
 
-def ahead_of_rivals(width: int) -> Callable[[Records], float | None]:
+def ahead_of_rivals(records: Records, width: int) -> float | None:
     """Time of the fastest FlashDiffAttn over ours, forward + backward."""
-
-    def measure(records: Records) -> float | None:
-        rivals = [row["both_ms"] for row in timed(records, width) if row["role"] == "rival"]
-        row = ours(records, width)
-        return min(rivals) / row["both_ms"] if rivals and row else None
-
-    return measure
+    row, rows = operator(records, width)
+    rivals = [r["both_ms"] for r in rows if r["role"] == "rival"]
+    return min(rivals) / row["both_ms"] if rivals and row else None
 
 
-def of_models(stage: str, field: str, **wanted) -> Callable[[Records], float | None]:
-    """The worst DIFF / Transformer ratio of the pair."""
-
-    def measure(records: Records) -> float | None:
-        rows = [row for row in records.get(stage, []) if row.get("side") == "diff" and not row.get("compiled")]
-        rows = [row for row in rows if all(row.get(name) == value for name, value in wanted.items())]
-        return min((row[field] for row in rows), default=None)
-
-    return measure
+def throughput(records: Records, field: str, length: int) -> float | None:
+    """The DIFF / Transformer ratio of the 3B pair at a length."""
+    return _worst(records.get("throughput", []), field, length=length)
 
 
+def decoding(records: Records) -> float | None:
+    """The worst DIFF / Transformer ratio of the 3B pair's generation."""
+    return _worst(records.get("decode", []), "ratio", kind="model")
+
+
+def _worst(rows: list[dict], field: str, **wanted) -> float | None:
+    wanted |= {"side": "diff", "model": "3B"}
+    ratios = [row[field] for row in rows if not row.get("compiled") and wanted.items() <= row.items()]
+    return min(ratios, default=None)
+
+
+# What, the bound, whether it is the most, a function of the records (None: nothing was measured), and its arguments.
 GOALS = [
     *(
-        Goal(f"operator, d {d}: forward + backward over SDPA's default", bound, True, over_default(d, "both"))
+        (f"operator, d {d}: forward + backward over SDPA's default", bound, True, over_default, (d, "both"))
         for d, bound in ((128, 1.15), (64, 1.0))
     ),
     *(
-        Goal(f"operator, d {d}: {kind} over cuDNN", bound, True, over_cudnn(d, kind))
+        (f"operator, d {d}: {kind} over cuDNN", bound, True, over_cudnn, (d, kind))
         for kind, bounds in (("forward", (1.6, 1.25)), ("backward", (1.5, 1.05)))
         for d, bound in zip((128, 64), bounds, strict=True)
     ),
     *(
-        Goal(f"operator, d {d}: times as fast as the fastest FlashDiffAttn", 1.2, False, ahead_of_rivals(d))
+        (f"operator, d {d}: times as fast as the fastest FlashDiffAttn", 1.2, False, ahead_of_rivals, (d,))
         for d in (128, 64)
     ),
     *(
-        Goal(
-            f"3B at {length}: {name}, DIFF / Transformer",
-            bound,
-            False,
-            of_models("throughput", f"{kind}_ratio", model="3B", length=length),
-        )
+        (f"3B at {length}: {name}, DIFF / Transformer", bound, False, throughput, (f"{kind}_ratio", length))
         for kind, name, bound in (("forward_backward", "forward + backward", 0.98), ("prefill", "prefill", 0.97))
         for length in (2048, 4096)
     ),
-    Goal("3B: decoding, DIFF / Transformer", 1.0, False, of_models("decode", "ratio", kind="model", model="3B")),
+    ("3B: decoding, DIFF / Transformer", 1.0, False, decoding, ()),
 ]
-
-
-def read(folder: Path) -> Records:
-    """Rows of the records in a folder, under the names that the script or benchmarks/results give them."""
-    found: Records = {}
-    for stage in ("attention", "decode", "throughput"):
-        for path in (folder / f"{stage}_gpu.json", folder / f"{stage}.json"):
-            if path.exists():
-                found[stage] = json.loads(path.read_text()).get("rows", [])
-                break
-    return found
 
 
 def goals_table(folder: Path) -> list[str]:
     """One line for each goal: its bound, the measured value, and whether it held."""
-    records = read(folder)
+    records: Records = {}
+    for stage in ("attention", "decode", "throughput"):  # under the names of the script or of benchmarks/results
+        paths = (folder / f"{stage}_gpu.json", folder / f"{stage}.json")
+        path = next((path for path in paths if path.exists()), None)
+        records[stage] = json.loads(path.read_text()).get("rows", []) if path else []
     lines = header("goal", "bound", "measured", "")
-    for goal in GOALS:
-        value = goal.measure(records)
-        verdict = "not measured" if value is None else "✓ held" if goal.held(value) else "✗ not held"
-        bound = f"{'≤' if goal.at_most else '≥'} {goal.bound:g}"
-        lines.append(line(goal.what, bound, "" if value is None else f"{value:.3f}", verdict))
+    for what, bound, at_most, measure, arguments in GOALS:
+        value = measure(records, *arguments)
+        held = value is not None and (value <= bound if at_most else value >= bound)
+        verdict = "not measured" if value is None else "✓ held" if held else "✗ not held"
+        limit = f"{'≤' if at_most else '≥'} {bound:g}"
+        lines.append(line(what, limit, "" if value is None else f"{value:.3f}", verdict))
     return lines

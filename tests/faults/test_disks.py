@@ -172,12 +172,12 @@ def test_a_damaged_shard(cli, commands, tmp_path, reliability, kind):
         assert code == 0, said
         assert_same_files("prepare", out, whole)
         outcomes["named by `--verify`, and made again by `--resume`"] += 1
-    manifest = (out / "manifest.json").read_bytes()
+    plan = (out / "plan.json").read_bytes()
     for _ in range(DAMAGES):
-        DAMAGE[kind](out / "manifest.json", draw)
+        cut_short(out / "plan.json", draw)
         assert_words(cli("prepare", "--verify", out), "")
-        (out / "manifest.json").write_bytes(manifest)
-        outcomes[f"manifest: {WORDS}"] += 1
+        (out / "plan.json").write_bytes(plan)
+        outcomes[f"plan: {WORDS}"] += 1
     reliability("Damaged files", f"prepared shards, {kind}", outcomes)
 
 

@@ -76,7 +76,7 @@ def run_attention_benchmark(
     kernels = (list(KERNELS) if cuda else []) if kernels is None else kernels
     with_rivals = cuda if with_rivals is None else with_rivals
 
-    def ours(shape: Shape, dtype: torch.dtype) -> list[str]:
+    def backends_at(shape: Shape, dtype: torch.dtype) -> list[str]:
         names = available_backends(device, dtype) if backends is None else backends
         return [n for n in names if n != "reference" or shape.length <= LONGEST_REFERENCE]
 
@@ -85,7 +85,7 @@ def run_attention_benchmark(
     def rows(shape: Shape, dtype: torch.dtype) -> Iterator[dict]:
         gate = Gate(shape, dtype, device)
         contenders = baselines(shape, softmax_inputs(shape, dtype, device), kernels)
-        contenders += backend_contenders(ours(shape, dtype), gate.full, shape.causal)
+        contenders += backend_contenders(backends_at(shape, dtype), gate.full, shape.causal)
         contenders += rivals(gate.full, shape.causal, kernels) if with_rivals else []
         yield from measure(contenders, gate, ceiling, repeats, seconds_each)
 

@@ -38,7 +38,7 @@ def run_bench(
         options: further arguments of ``run_attention_benchmark`` and the other runners (repeats, backends, ...).
 
     Raises:
-        ValueError: for an unknown name or device, or a malformed grid.
+        UserError: for an unknown name or device, or a malformed grid.
         FileExistsError: before anything runs, if ``out`` exists and ``overwrite`` is False.
         UserError: if the folder of ``out`` is not writable.
     """

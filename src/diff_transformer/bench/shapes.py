@@ -51,16 +51,16 @@ def parse_shapes(text: str) -> list[Shape]:
     """Shapes from "BxhxNxd,BxhxNxd,..."; a final n makes a shape non-causal.
 
     Raises:
-        ValueError: for any other text, and for sizes of 0.
+        UserError: for any other text, and for sizes of 0.
     """
     shapes = []
     for part in text.split(","):
-        found = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(n?)", part.strip())
-        if found is None or "0" in found.groups():
+        match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(n?)", part.strip())
+        if match is None or "0" in match.groups():
             raise UserError(
                 f"{part.strip()!r} is not a shape; give batch x heads x length x width, for example 4x12x4096x128, "
                 "with a final n for attention without the causal mask, and commas between shapes"
             )
-        batch, heads, length, width = (int(size) for size in found.groups()[:4])
-        shapes.append(Shape(batch, heads, length, width, causal=not found[5]))
+        batch, heads, length, width = (int(size) for size in match.groups()[:4])
+        shapes.append(Shape(batch, heads, length, width, causal=not match[5]))
     return shapes

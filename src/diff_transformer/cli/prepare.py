@@ -66,9 +66,7 @@ def run_verify(folder: Path) -> None:
     """
     if problems := verify(folder):
         listed = "\n  ".join(problems)
-        raise UserError(
-            f"{folder} is damaged:\n  {listed}\nDelete what has changed, and repair it with `{repair_command(folder)}`"
-        )
+        raise UserError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
     print(f"every file of {folder} is as it was written")
 
 

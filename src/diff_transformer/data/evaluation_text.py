@@ -34,7 +34,7 @@ def load_rows(
         split: "held-out", "all", or "any": the held-out text if it suffices, else all.
 
     Raises:
-        ValueError: if the text has fewer windows.
+        UserError: if the text has fewer windows.
     """
     require_positive(length=length, count=count)
     part, tokens, before = "", torch.empty(0).numpy(), leading_ids(tokenizer)
@@ -58,7 +58,7 @@ def text_length(length: int, tokenizer: "PreTrainedTokenizerFast") -> int:
     """Tokens of text in a row of ``length`` tokens that begins with the tokenizer's own.
 
     Raises:
-        ValueError: if fewer than two remain.
+        UserError: if fewer than two remain.
     """
     before = len(leading_ids(tokenizer))
     if length < before + 2:
@@ -83,7 +83,7 @@ def load_haystack(
         length: tokens of the longest prompt.
 
     Raises:
-        ValueError: if the text has fewer tokens than ``length``.
+        UserError: if the text has fewer tokens than ``length``.
     """
     for part, documents in documents_of(source, split):
         filler = Filler(documents)

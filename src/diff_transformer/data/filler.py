@@ -52,7 +52,7 @@ class Filler:
     which special tokens have. Above ``max_bytes``, the same share of every document is used, from its start.
 
     Raises:
-        ValueError: if no word is left.
+        UserError: if no word is left.
     """
 
     def __init__(self, documents: Iterable[Document], *, max_bytes: int = 4_000_000):
@@ -92,7 +92,7 @@ class Filler:
         If none of 64 neighbouring places gives exactly ``size`` tokens, there are fewer, by less than a word.
 
         Raises:
-            ValueError: if the filler has fewer than ``size`` tokens.
+            UserError: if the filler has fewer than ``size`` tokens.
         """
         starts = self.tokens(tokenizer).starts
         words = len(starts) - 1

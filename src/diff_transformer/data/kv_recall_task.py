@@ -50,7 +50,7 @@ def recall_vocabulary(
         noise_symbols: number of noise tokens (default: all other ids).
 
     Raises:
-        ValueError: if no ids, or fewer than ``noise_symbols``, are left for noise.
+        UserError: if no ids, or fewer than ``noise_symbols``, are left for noise.
     """
     if isinstance(tokenizer_or_ids, Sequence | np.ndarray):
         ids = np.unique(np.asarray(tokenizer_or_ids, dtype=np.int64))
@@ -81,7 +81,7 @@ class RecallTask:
         distractors: share of the noise tokens that are keys of no pair of the row, each with this probability.
 
     Raises:
-        ValueError: for sizes out of range, or a length in which pairs and questions do not fit.
+        UserError: for sizes out of range, or a length in which pairs and questions do not fit.
     """
 
     length: int = 64
@@ -112,7 +112,7 @@ class RecallTask:
         return self.length - 2 * self.asked
 
     def check(self, vocabulary: RecallVocabulary) -> None:
-        """Raise ValueError if the vocabulary has too few keys or values for a row."""
+        """Raise UserError if the vocabulary has too few keys or values for a row."""
         symbols = min(len(vocabulary.keys), len(vocabulary.values))
         if self.pairs + (self.distractors > 0) > symbols:
             raise UserError(
@@ -139,7 +139,7 @@ def make_recall_batch(
     """``rows`` rows of ``task``. The keys of a row are distinct, and so are its values.
 
     Raises:
-        ValueError: for more pairs than there are keys.
+        UserError: for more pairs than there are keys.
     """
     task.check(vocabulary)
     pairs, context = task.pairs, task.context
@@ -205,8 +205,8 @@ class RecallSource:
         while done < count:
             block, start = divmod(first + done, _BLOCK)
             size = min(_BLOCK - start, count - done)
-            made = self._block(block)
-            for whole, part in zip((ids, labels), made, strict=True):
+            drawn = self._block(block)
+            for whole, part in zip((ids, labels), drawn, strict=True):
                 whole[done : done + size] = part[start : start + size]
             done += size
         return ids, labels

@@ -41,7 +41,7 @@ class Mixture:
         batch_size: rows of a batch.
 
     Raises:
-        ValueError: for weights that do not match the sources or are not positive, rows of different lengths, or a batch
+        UserError: for weights that do not match the sources or are not positive, rows of different lengths, or a batch
             too small for every source to have a row.
     """
 
@@ -64,10 +64,10 @@ class Mixture:
         """The batch of ``step`` (from 0), or the part of one of ``world_size`` processes.
 
         Rows are shuffled, so that every part of the batch is a mixture. The parts of ranks 0, 1, ... joined are the
-        whole batch. Rows of other ranks are not made.
+        whole batch. Rows of other ranks are not computed.
 
         Raises:
-            ValueError: if ``world_size`` does not divide the batch.
+            UserError: if ``world_size`` does not divide the batch.
         """
         if self.batch_size % world_size or not 0 <= rank < world_size:
             raise UserError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
@@ -131,7 +131,7 @@ class WeightedCorpora:
         weights: a positive number for each name.
 
     Raises:
-        ValueError: for weights that do not match the sources, or a weight below 1 / 10,000 of their sum.
+        UserError: for weights that do not match the sources, or a weight below 1 / 10,000 of their sum.
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int = 0):
@@ -151,8 +151,8 @@ class WeightedCorpora:
         ids, labels = (np.empty((count, self.length), np.int64) for _ in range(2))
         for place in range(count):
             which, row = self.origin(first + place)
-            made = self.sources[which].rows(row, 1)
-            ids[place], labels[place] = made[0][0], made[1][0]
+            row_ids, row_labels = self.sources[which].rows(row, 1)
+            ids[place], labels[place] = row_ids[0], row_labels[0]
         return ids, labels
 
     def origin(self, index: int) -> tuple[int, int]:

@@ -159,7 +159,7 @@ def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[
     """``count`` distinct cities and ``count`` distinct numbers of ``digits`` digits, without a leading zero.
 
     Raises:
-        ValueError: if there are fewer cities or numbers.
+        UserError: if there are fewer cities or numbers.
     """
     low, high = number_range(digits)
     if not 1 <= count <= min(len(CITIES), high - low):
@@ -226,7 +226,7 @@ def make_needle_example(
         special: the prompt has special tokens, spelled out.
 
     Raises:
-        ValueError: if ``length``, the filler, the cities or the numbers do not suffice.
+        UserError: if ``length``, the filler, the cities or the numbers do not suffice.
     """
     if not 1 <= queries <= needles:
         raise UserError(f"queries must lie between 1 and needles ({needles}), got {queries}")

@@ -25,7 +25,7 @@ def ar_hits(token_ids: np.ndarray, frequent: np.ndarray, n: int = 2, *, vocab_si
         frequent: the result of :func:`frequent_ngrams` on the training set with the same ``n`` and ``vocab_size``.
 
     Raises:
-        ValueError: for ``n`` below 2, n-grams that do not fit 63 bits, or ids outside the vocabulary.
+        UserError: for ``n`` below 2, n-grams that do not fit 63 bits, or ids outside the vocabulary.
     """
     token_ids = np.asarray(token_ids)
     hits = np.zeros(token_ids.shape, dtype=bool)

@@ -24,7 +24,7 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
     The dtype is uint16 if the ids fit, else uint32.
 
     Raises:
-        ValueError: if the tokenizer has no end-of-text token.
+        UserError: if the tokenizer has no end-of-text token.
     """
     end = tokenizer.eos_token_id
     if end is None:
@@ -54,7 +54,7 @@ class PackedCorpus:
     evaluation, every epoch is the corpus in order from its first token.
 
     Raises:
-        ValueError: for a length below 2, or fewer tokens than one window.
+        UserError: for a length below 2, or fewer tokens than one window.
     """
 
     def __init__(self, tokens: TokenArray, length: int, *, seed: int = 0, shuffle: bool = True):

@@ -33,6 +33,7 @@ from diff_transformer.data.tokens import (
     new_digest,
     read_plan,
     read_records,
+    wrong_content,
     wrong_size,
 )
 from diff_transformer.durable import PARTIAL, replacing, require_writable, write_whole
@@ -100,7 +101,7 @@ def prepare(
     """Tokenise the sources of ``config`` into the folder ``out``, and return it.
 
     The process may be killed at any moment: with ``resume``, finished tasks are kept and the others run, also those
-    whose shards are missing or have another size.
+    whose shards are missing or have another size; in a complete folder, also those whose shards have changed.
 
     Args:
         progress: called with the bytes of input that were read, and all of them; 0 if unknown.
@@ -125,6 +126,8 @@ def prepare(
     plan = _begin(config, out, sources)
     records, dtype = read_records(out), plan["dtype"]
     todo = [task for task, record in enumerate(records) if not record or wrong_size(out, task, record, dtype)]
+    if not todo:  # a complete folder: perhaps its content has changed
+        todo = [task for task, record in enumerate(records) if record and wrong_content(out, task, record)]
     for unfinished in out.rglob(f"*{PARTIAL}"):  # of a killed process
         unfinished.unlink()
     if engine is not None:

@@ -29,7 +29,7 @@ def load_python_library() -> Corpus:
     UTF-8 or do not parse.
 
     Raises:
-        ValueError: if this Python has no sources.
+        UserError: if this Python has no sources.
     """
     prose, code = _topics(), []
     root = Path(sysconfig.get_paths()["stdlib"])

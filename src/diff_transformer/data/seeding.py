@@ -44,7 +44,7 @@ def permuted(places: np.ndarray, size: int, rng: np.random.Generator) -> np.ndar
         int64, the shape of ``places``.
 
     Raises:
-        ValueError: for a size below 1. IndexError: for a place outside [0, size).
+        UserError: for a size below 1. IndexError: for a place outside [0, size).
     """
     if size < 1:
         raise UserError(f"size is {size}; a permutation needs at least one thing")

@@ -237,13 +237,13 @@ def token_spans(
     """
     with _plain(require_fast(tokenizer)) as backend:
         offsets = np.array(backend.encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(-1, 2)
-    found = []
+    token_ranges = []
     for start, end in spans:
         inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
         if not inside.size:
             raise UserError(f"no token of the text covers characters {start} to {end}; the text has {len(text)}")
-        found.append((int(inside[0]), int(inside[-1]) + 1))
-    return found
+        token_ranges.append((int(inside[0]), int(inside[-1]) + 1))
+    return token_ranges
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerFast) -> str:

@@ -104,7 +104,7 @@ def verify(folder: Path | str) -> list[str]:
     for task, record in enumerate(records):
         problem = f"task {task} has not finished" if record is None else wrong_size(folder, task, record, dtype)
         if record is not None and problem is None:
-            problem = _wrong_content(folder, task, record)
+            problem = wrong_content(folder, task, record)
         problems += [problem] if problem else []
     try:
         load_prepared_tokenizer(folder)
@@ -113,7 +113,8 @@ def verify(folder: Path | str) -> list[str]:
     return problems
 
 
-def _wrong_content(folder: Path | str, task: int, record: dict[str, Any]) -> str | None:
+def wrong_content(folder: Path | str, task: int, record: dict[str, Any]) -> str | None:
+    """The first file of a task whose checksum has changed, as a message; None if there is none."""
     for split in SPLITS:
         for ending, expected in record[split]["checksums"].items():
             path, digest = Path(folder) / SHARDS / f"{split}-{task:05d}{ending}", new_digest()

@@ -55,9 +55,9 @@ class Settings:
     judge_options: dict | None = None
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
-    # Words of a question about a text, with {document} and {question}; empty for ours.
+    # Words of a question about a text, with {document} and {question}; empty for the default.
     wording: str = ""
-    # Words that ask for a summary, with {document}; empty for ours.
+    # Words that ask for a summary, with {document}; empty for the default.
     summary_wording: str = ""
     # Seed of the draw of items.
     seed: int = 0
@@ -99,8 +99,8 @@ def evaluate_hallucination(
     limit = length or positions
     samples = samples or Samples()
     new_tokens = {"summary": summary_tokens, "question": answer_tokens}
-    kept = {name: list(items)[: samples.limit] for name, items in sets.items()}
-    judge.prepare([item for items in kept.values() for item in items])
+    limited = {name: list(items)[: samples.limit] for name, items in sets.items()}
+    judge.prepare([item for items in limited.values() for item in items])
 
     def write(items: list[GroundedItem]) -> list[dict]:
         return _outputs(lm, items, limit, new_tokens, words, chat_template)
@@ -109,7 +109,7 @@ def evaluate_hallucination(
         return [_decided(judge, item, output) for item, output in batch]
 
     rows: list[dict] = []
-    for name, items in kept.items():
+    for name, items in limited.items():
         written = samples.rows(f"{name}: writing", items, write, batch_size=getattr(lm, "batch_size", 8))
 
         verdicts = samples.rows(f"{name}: judging by {judge.name}", list(zip(items, written, strict=True)), decide)

@@ -277,15 +277,15 @@ def harness_task(name: str):
     if name not in manager.all_tasks:
         raise UserError(f"lm-evaluation-harness has no task {name!r}; the paper's are {', '.join(PAPER_TASKS)}")
     try:
-        found = manager.load([name])["tasks"]
+        loaded = manager.load([name])["tasks"]
     except Exception as error:  # the hub's exception depends on versions and on where it fails
         raise UserError(
             f"the data of {name} are not cached and cannot be downloaded ({type(error).__name__}: {str(error)[:200]}); "
             "connect this machine, or set data to a file or folder of tasks, or to python"
         ) from error
-    if name not in found:
+    if name not in loaded:
         raise UserError(f"{name!r} is a group of tasks; name its tasks one by one")
-    return found[name]
+    return loaded[name]
 
 
 @cache
@@ -409,15 +409,15 @@ def harness_model(lm):
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):
             """Score in chunks of similar length, which moves the progress bar and keeps padding small."""
-            found: list[Any] = [(-math.inf, False)] * len(requests)  # for choices that the model cannot read
+            answers: list[Any] = [(-math.inf, False)] * len(requests)  # for choices that the model cannot read
             fits = [i for i, request in enumerate(requests) if self.too_long(request.args[1]) is None]
             order = sorted(fits, key=lambda i: -sum(map(len, requests[i].args)))
             for start in range(0, len(order), REQUESTS):
                 part = order[start : start + REQUESTS]
                 for i, value in zip(part, super().loglikelihood([requests[i] for i in part], True), strict=True):
-                    found[i] = value
+                    answers[i] = value
                 self.step(start + len(part), len(order))
-            return found
+            return answers
 
         def too_long(self, continuation: str) -> str | None:
             tokens = len(self.tok_encode(continuation))

@@ -87,10 +87,10 @@ def parse_answer(reply: str) -> str | None:
     "I think so" are not.
     """
     text = re.sub(r"(?s)^.*</think>", "", reply)
-    found = _VERDICT.fullmatch(text)
-    if found is None:
+    match = _VERDICT.fullmatch(text)
+    if match is None:
         return None
-    word, rest = found[1].casefold(), found["rest"]
+    word, rest = match[1].casefold(), match["rest"]
     if not (rest.startswith("\n") or _ENDED.match(rest.lstrip(" \t"))):
         return None
     second = _TAKEN_BACK.match(rest)
@@ -199,11 +199,15 @@ class ContainmentJudge:
                 )
 
     def __call__(self, item: GroundedItem, output: str) -> Judgement:
-        said = normalised(output)
+        answer = normalised(output)
         if item.kind == "question":
-            found = [r for r in item.references if normalised(r) and _contains(said, normalised(r))]
-            return Judgement(YES, f"contains {found[0]!r}") if found else Judgement(NO, "contains no reference answer")
-        words = [word for word in said if word not in _FUNCTION_WORDS]
+            contained = [r for r in item.references if normalised(r) and _contains(answer, normalised(r))]
+            return (
+                Judgement(YES, f"contains {contained[0]!r}")
+                if contained
+                else Judgement(NO, "contains no reference answer")
+            )
+        words = [word for word in answer if word not in _FUNCTION_WORDS]
         if not words:
             return Judgement(UNDECIDED, "no word to look for")
         source = set(normalised(item.document))

@@ -253,9 +253,9 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
         contexts, continuations = [list(side) for side in zip(*pairs, strict=True)]
         if prefix is None:
             prefix = read_prefix(lm, contexts[0][: _examples_end(task, examples, contexts)])
-        found = continuation_logprobs(lm, contexts, continuations, prefix=prefix)
+        scores = continuation_logprobs(lm, contexts, continuations, prefix=prefix)
         rows = []
-        for question, context, tails, logprobs in zip(questions, contexts, continuations, found, strict=True):
+        for question, context, tails, logprobs in zip(questions, contexts, continuations, scores, strict=True):
             best = [task.labels[place] for place in best_of(logprobs)]
             rows.append({
                 "prompt": task.ask(question), "expected": question.label, "got": best[0],

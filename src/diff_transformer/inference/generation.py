@@ -184,9 +184,9 @@ def _check_assistant(model, assistant, settings: GenerationSettings) -> None:
     if settings.compiled or settings.lookup:
         other = "compiled" if settings.compiled else "lookup"
         raise UserError(f"an assistant and {other} exclude each other; leave one of them out")
-    ours, theirs = (m.config.get_text_config().vocab_size for m in (model, assistant))
-    if ours != theirs:
-        raise UserError(f"the assistant has {theirs} tokens and the model {ours}; give one with the same tokenizer")
+    own, other = (m.config.get_text_config().vocab_size for m in (model, assistant))
+    if own != other:
+        raise UserError(f"the assistant has {other} tokens and the model {own}; give one with the same tokenizer")
 
 
 @contextmanager

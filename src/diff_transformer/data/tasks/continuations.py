@@ -53,31 +53,31 @@ def _item(row: dict, source: str) -> MultipleChoiceItem:
 def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[MultipleChoiceItem]:
     """A task for each paragraph of prose in ``documents`` with at least two sentences.
 
-    The last sentence is the right ending; the wrong ones are the last sentences of paragraphs in other documents.
+    The last sentence is the right ending; the wrong ones are the last sentences of parts in other documents.
     Documents named code/... have no prose.
 
     Raises:
         UserError: if fewer than four documents have such a paragraph.
     """
-    found = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
-    found = list({ending: (name, context, ending) for name, context, ending in found}.values())
-    if len({name for name, _, _ in found}) < CHOICES:
-        raise UserError(f"{len(documents)} documents hold too few paragraphs for tasks; give a file of HellaSwag")
+    parts = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
+    parts = list({ending: (name, context, ending) for name, context, ending in parts}.values())
+    if len({name for name, _, _ in parts}) < CHOICES:
+        raise UserError(f"{len(documents)} documents hold too few parts for tasks; give a file of HellaSwag")
     items = []
-    for index, (name, context, ending) in enumerate(found):
+    for index, (name, context, ending) in enumerate(parts):
         rng = evaluation_rng(seed, "continuation", index)
-        choices = [ending, *_others(rng, found, name)]
+        choices = [ending, *_others(rng, parts, name)]
         order = [int(i) for i in rng.permutation(CHOICES)]
         right = order.index(0)
         items.append(MultipleChoiceItem(context, tuple(choices[i] for i in order), right))
     return [items[i] for i in evaluation_rng(seed, "order").permutation(len(items))]
 
 
-def _others(rng: np.random.Generator, found: list[tuple[str, str, str]], name: str) -> list[str]:
+def _others(rng: np.random.Generator, parts: list[tuple[str, str, str]], name: str) -> list[str]:
     """Three endings from three other documents."""
     taken: dict[str, str] = {}
     while len(taken) < CHOICES - 1:
-        other, _, ending = found[rng.integers(len(found))]
+        other, _, ending = parts[rng.integers(len(parts))]
         if other != name:
             taken.setdefault(other, ending)
     return list(taken.values())

@@ -178,7 +178,7 @@ def first_sentences(path: Path) -> Iterator[str]:
     source = parsed(path)
     for node in ast.walk(source[1]) if source else ():
         if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            found = _SENTENCE.match((ast.get_docstring(node) or "").split("\n\n")[0])
-            sentence = " ".join(found[1].split()) if found else ""
+            match = _SENTENCE.match((ast.get_docstring(node) or "").split("\n\n")[0])
+            sentence = " ".join(match[1].split()) if match else ""
             if CHARACTERS[0] <= len(sentence) <= CHARACTERS[1]:
                 yield sentence

@@ -25,21 +25,21 @@ DIFFERENTIABLE = (
 logger = logging.getLogger(__name__)
 
 
-def check_version(found: tuple) -> None:
+def check_version(version: tuple) -> None:
     """Raise RuntimeError for a vLLM that is older than the plugin's interface; warn of one that is newer than tested.
 
     Args:
-        found: vLLM's version, ``(0, 32, 0)``. A build from source, ``(0, 1, "dev5")``, counts as the newest.
+        version: vLLM's version, ``(0, 32, 0)``. A build from source, ``(0, 1, "dev5")``, counts as the newest.
     """
-    numbers = tuple(part for part in found[:2] if isinstance(part, int))
-    from_source = any(isinstance(part, str) and "dev" in part for part in found)
+    numbers = tuple(part for part in version[:2] if isinstance(part, int))
+    from_source = any(isinstance(part, str) and "dev" in part for part in version)
     if numbers and numbers < OLDEST and not from_source:
         raise UserError(
-            f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {_dotted(found)}; "
+            f"diff-transformer's plugin needs vLLM {TESTED} or newer, and this is {_dotted(version)}; "
             f"pip install 'vllm>={TESTED}'"
         )
     if numbers != tuple(map(int, TESTED.split("."))):
-        logger.warning("diff-transformer's plugin was tested with vLLM %s, and this is %s", TESTED, _dotted(found))
+        logger.warning("diff-transformer's plugin was tested with vLLM %s, and this is %s", TESTED, _dotted(version))
 
 
 def _dotted(version: tuple) -> str:
@@ -102,15 +102,15 @@ def check_parallel(config, ranks: int) -> None:
 
 def check_differential(config, name: str) -> None:
     """Raise ValueError for a model made differential in place that vLLM's Transformers backend does not run."""
-    kind, made = config.differential.get("kind"), f"{name} was made differential in place"
+    kind, about = config.differential.get("kind"), f"{name} was made differential in place"
     if kind != "diff_v2":
         raise UserError(
-            f"{made} as {kind!r}, each of whose maps has its own keys, and vLLM's cache would need values for each; "
+            f"{about} as {kind!r}, each of whose maps has its own keys, and vLLM's cache would need values for each; "
             "use `diff-transformer serve --engine transformers`, or differentiate(model, 'diff_v2')"
         )
     if config.model_type not in DIFFERENTIABLE:
         raise UserError(
-            f"{made} from a {config.model_type} model, which vLLM's Transformers backend is not known to compute "
+            f"{about} from a {config.model_type} model, which vLLM's Transformers backend is not known to compute "
             f"right; use `diff-transformer serve --engine transformers` (vLLM takes {', '.join(DIFFERENTIABLE)})"
         )
 

@@ -39,15 +39,15 @@ class DifferentialParser(HFConfigParser):
     """vLLM's reader of ``config.json``; a model made differential in place gets our class as its architecture."""
 
     def parse(self, model, *args, **kwargs):
-        told, config = super().parse(model, *args, **kwargs)
+        values, config = super().parse(model, *args, **kwargs)
         if getattr(config, "differential", None) is not None:
             experts = ModelArchConfigConvertorBase(config, config).get_num_experts()
             config.architectures = [DIFFERENTIAL[experts > 0], *(config.architectures or ())]
-        return told, config
+        return values, config
 
 
 class DifferentialCheck(VerifyAndUpdateConfig):
-    """As ``ConfigCheck``, for models made differential in place."""
+    """The checks of ``ConfigCheck`` for models made differential in place."""
 
     @staticmethod
     def verify_and_update_model_config(model_config) -> None:
