@@ -350,9 +350,9 @@ def test_what_v3_and_a_gate_cost_at_3b():
         ({"lam": "token", "factor": True}, "factor needs a lambda_init"),
         ({"lam": "token", "initial_ratio": 1.0}, "initial_ratio is 1.0; give one between 0 and 1"),
         ({"lam": "token", "head_norm_init": 0.3}, "head_norm_init=0.3 sets the weight of a head norm"),
-        ({"lam": "tokens"}, "lam is 'tokens'; accepted: learned, fixed, token"),
-        ({"lam": "token", "gate": "both"}, "gate is 'both'; accepted: first, result, normed"),
-        ({"lam": "token", "head_norm": True}, "head_norm is True; accepted: plain, weighted"),
+        ({"lam": "tokens"}, "lam is 'tokens'; accepted: None, learned, fixed, token"),
+        ({"lam": "token", "gate": "both"}, "gate is 'both'; accepted: None, first, result, normed"),
+        ({"lam": "token", "head_norm": True}, "head_norm is True; accepted: None, plain, weighted"),
     ],
 )
 def test_rows_that_make_no_sense_are_refused(fields, message):

@@ -92,9 +92,9 @@ BAD = {
     "several backends": (
         changed(backend=["triton"]),
         UserError,
-        r"backend is \['triton'\]; give one name: 'auto' or one of reference, blockwise",
+        r"backend is \['triton'\]; give 'auto' or one of reference, blockwise",
     ),
-    "no backend": (changed(backend=None), UserError, "backend is None; give one name"),
+    "no backend": (changed(backend=None), UserError, "backend is None; give 'auto'"),
     "is_causal of a text": (changed(is_causal="no"), UserError, "is_causal is a str; give True or False"),
     "is_causal of a number": (changed(is_causal=1), UserError, "is_causal is a int; give True or False"),
     "is_causal None": (changed(is_causal=None, window=4), UserError, "is_causal is a NoneType; give True or False"),

@@ -131,7 +131,7 @@ BAD = {
     "not from 0": (
         {"cu_q": ends([1, 20, 20, 53, 60])},
         ValueError,
-        r"cu_seqlens_q is \[1, .*; go from 0 to .* 60",
+        r"cu_seqlens_q is \[1, .* go from 0 to .* 60",
     ),
     "too short": ({"cu_k": ends([0, 15, 30, 60, 69])}, ValueError, r"cu_seqlens_k is \[0, .*; .* rows, 70"),
     "decreasing": ({"cu_q": ends([0, 20, 19, 53, 60])}, ValueError, r"cu_seqlens_q is .* not decrease"),
@@ -141,7 +141,7 @@ BAD = {
     "documents": ({"cu_k": ends([0, 40, 70])}, ValueError, "cu_seqlens_q has 4 documents and cu_seqlens_k 2"),
     "window": ({"window": 4}, ValueError, "window=4 without is_causal=True"),
     "backend": ({"backend": "magic"}, ValueError, "backend is 'magic'; give 'auto' or one of reference"),
-    "backends": ({"backend": ["triton"]}, UserError, r"backend is \['triton'\]; give one name: 'auto' or one of"),
+    "backends": ({"backend": ["triton"]}, UserError, r"backend is \['triton'\]; give 'auto' or one of"),
     "is_causal": ({"is_causal": "no"}, UserError, "is_causal is a str; give True or False"),
 }
 

@@ -278,16 +278,10 @@ class DiffAttention(Attention):
         qk_norm: bool = False,
     ):
         require_positive(
-            hidden_size=hidden_size,
-            num_heads=num_heads,
-            num_key_value_heads=num_key_value_heads,
-            head_dim=head_dim,
-            value_head_dim=value_head_dim,
-            signal_heads_per_noise_head=signal_heads_per_noise_head,
-            context_size=context_size,
-            window=window,
-            rope_theta=rope_theta,
-        )
+            hidden_size=hidden_size, num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim,
+            value_head_dim=value_head_dim, signal_heads_per_noise_head=signal_heads_per_noise_head,
+            context_size=context_size, window=window, rope_theta=rope_theta,
+        )  # fmt: skip
         if head_dim is None and hidden_size % num_heads:
             raise UserError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
         head_dim = head_dim or hidden_size // num_heads

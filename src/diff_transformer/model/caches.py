@@ -62,7 +62,7 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     width d for both; it is viewed as ``[B, g, S, 2d]`` during the update, so nothing is copied.
 
     Raises:
-        ValueError: if an allocated static cache has no room for the values' width.
+        UserError: if an allocated static cache has no room for the values' width.
     """
     if v.shape[1] == k.shape[1]:
         return cache.update(k, v, layer_idx)

@@ -160,7 +160,7 @@ def training_memory(
             times: as received, in the order of the row, and their gradient.
 
     Raises:
-        ValueError: for numbers that are not positive.
+        UserError: for numbers that are not positive.
     """
     ways = tensor_parallel
     require_positive(tokens=tokens, devices=devices, tensor_parallel=ways, context_parallel=context_parallel)
@@ -226,7 +226,7 @@ def training_seconds(
     ``utilisation`` (MFU) counts forward and backward once, so recomputation lowers it.
 
     Raises:
-        ValueError: for numbers that are not positive.
+        UserError: for numbers that are not positive.
     """
     require_positive(tokens=tokens, devices=devices, peak_flops=peak_flops, utilisation=utilisation)
     flops = model_cost(config, length=length).training_flops_per_token * tokens

@@ -43,7 +43,7 @@ def matched_head_norm_init(config, input_ids: Tensor | None = None, *, length: i
             proportional to 1 / rank.
 
     Raises:
-        ValueError: for attention without a head norm, or one without a weight.
+        UserError: for attention without a head norm, or one without a weight.
     """
     from diff_transformer.model.config import matched_baseline
 

@@ -12,6 +12,13 @@ from typing import Any, NamedTuple
 from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
 
+_ACCEPTED = {
+    "maps": (1, 2),
+    "lam": (None, "learned", "fixed", "token"),
+    "gate": (None, "first", "result", "normed"),
+    "head_norm": (None, "plain", "weighted"),
+}
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -58,20 +65,16 @@ class Variant:
     def __post_init__(self):
         has_init, start, ratio = self.lam in ("learned", "fixed"), self.lambda_init, self.initial_ratio
         most = 2 if self.gate == "first" else 1
+        for name, accepted in _ACCEPTED.items():
+            if (value := getattr(self, name)) not in accepted:
+                raise UserError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
         for wrong, sentence in (
-            (self.maps not in (1, 2), f"maps is {self.maps!r}; accepted: 1, 2"),
-            (self.lam not in (None, "learned", "fixed", "token"),
-             f"lam is {self.lam!r}; accepted: learned, fixed, token"),
-            (self.gate not in (None, "first", "result", "normed"),
-             f"gate is {self.gate!r}; accepted: first, result, normed"),
-            (self.head_norm not in (None, "plain", "weighted"),
-             f"head_norm is {self.head_norm!r}; accepted: plain, weighted"),
             (self.maps == 1 and (self.lam or self.gate == "first"), "lam and gate='first' need maps=2"),
             (self.maps == 2 and self.lam is None, "the second of two maps needs a weight: give lam"),
             (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
             (start != "depth" and not isinstance(start, int | float),
              f"lambda_init is {start!r}; accepted: 'depth' or a number"),
-            (isinstance(start, int | float) and not -math.inf < start < 1,
+            (start != "depth" and isinstance(start, int | float) and not -math.inf < start < 1,
              f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which must be positive: give a number "
              "below 1, or 'depth'"),
             (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),

@@ -27,7 +27,7 @@ def variant(config, name: str):
     """The variant ``name`` of ``VARIANTS`` at the cost of ``config``.
 
     Raises:
-        ValueError: for an unknown name, or head counts that the variant does not support.
+        UserError: for an unknown name, or head counts that the variant does not support.
     """
     if name not in VARIANTS:
         raise UserError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
@@ -47,7 +47,7 @@ def cost_matched(config, **fields: Any):
     - ``value_head_dim`` is halved or doubled with the value heads.
 
     Raises:
-        ValueError: for head counts that do not fit the attention, or a feed-forward without any width left.
+        UserError: for head counts that do not fit the attention, or a feed-forward without any width left.
     """
     changed = copy.deepcopy(config)
     for name, value in fields.items():

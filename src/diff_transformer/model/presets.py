@@ -49,7 +49,7 @@ def preset(name: str, **overrides) -> DiffTransformerConfig:
     """The configuration ``name``; ``overrides`` replace fields.
 
     Raises:
-        ValueError: for a name that is not in ``PRESETS``.
+        UserError: for a name that is not in ``PRESETS``.
     """
     require_known("preset", name, PRESETS)
     return DiffTransformerConfig(**{**PRESETS[name], **overrides})

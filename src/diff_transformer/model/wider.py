@@ -25,7 +25,7 @@ def wider(model: Any, seed: int = 0) -> Any:
         model: a softmax Transformer of this package or of transformers, with separate projections.
 
     Raises:
-        ValueError: for a model whose projections this function cannot read, naming the first.
+        UserError: for a model whose projections this function cannot read, naming the first.
     """
     config, name = copy.deepcopy(model.config), type(model).__name__
     n, m = config.num_attention_heads, getattr(config, "num_key_value_heads", None) or config.num_attention_heads

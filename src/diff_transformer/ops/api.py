@@ -58,11 +58,9 @@ def diff_attention(
         autocast, q, k and v are first cast to the autocast dtype, as SDPA does; lam is not.
 
     Raises:
-        TypeError: an argument of a wrong type or dtype.
-        ValueError: shapes, head counts, devices or names that do not fit.
-        RuntimeError: the named backend cannot work here.
-        NotImplementedError: it cannot compute a needed gradient, or does not support forward-mode AD or a transform of
-            torch.func (vmap, jvp, ...), where "auto" is "reference".
+        UserError: an argument of a wrong type or dtype; shapes, head counts, devices or names that do not fit; a named
+            backend that cannot work here, cannot compute a needed gradient, or does not support forward-mode AD or a
+            transform of torch.func (vmap, jvp, ...), where "auto" is "reference".
     """
     call = resolve(check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend, first))
     if is_empty(call):

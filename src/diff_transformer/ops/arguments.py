@@ -48,7 +48,7 @@ def _autocast_enabled(device: str) -> bool:
 
 
 def real(name: str, x: Any, accepted: str) -> float:
-    """A number of Python or NumPy as a float; raises TypeError for anything else, booleans included."""
+    """A number of Python or NumPy as a float; raises UserError for anything else, booleans included."""
     if type(x) is float:
         return x
     if isinstance(x, bool) or not isinstance(x, Real):
@@ -57,7 +57,7 @@ def real(name: str, x: Any, accepted: str) -> float:
 
 
 def integer(name: str, x: Any, accepted: str = "an int") -> int:
-    """An integer of Python or NumPy, or a symbolic one, as an int; raises TypeError for anything else."""
+    """An integer of Python or NumPy, or a symbolic one, as an int; raises UserError for anything else."""
     if type(x) is int or isinstance(x, torch.SymInt):
         return x
     if isinstance(x, bool) or not isinstance(x, Integral):
@@ -246,7 +246,7 @@ def refuse_second_derivatives(*_) -> None:
     """Backward of a backward: kernels of our own have none.
 
     Raises:
-        NotImplementedError: always, with what to do.
+        UserError: always, with what to do.
     """
     raise UserError(
         "the kernels of diff_attention have no second derivatives; give backend='reference' for what is differentiated "

@@ -37,9 +37,7 @@ def resolve(call: Call) -> Call:
     Logs once what "auto" takes.
 
     Raises:
-        TypeError: no name. ValueError: an unknown name. RuntimeError: the named backend cannot work here, or not on
-        this call. NotImplementedError: it cannot compute a needed gradient, or does not support the transform that the
-        call is made in.
+        UserError: for an unknown name, and a named backend that cannot work here, or on this call, or in this transform.
     """
     backend, device = call.backend, call.q1.device
     if backend == "auto":
@@ -47,9 +45,7 @@ def resolve(call: Call) -> Call:
         if not torch.compiler.is_compiling():
             _announce(device.type, call.q1.dtype, backend, because)
         return replace(call, backend=backend)
-    if not isinstance(backend, str):
-        raise UserError(f"backend is {backend!r}; give one name: 'auto' or one of {', '.join(BACKENDS)}")
-    if backend not in BACKENDS:
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise UserError(f"backend is {backend!r}; give 'auto' or one of {', '.join(BACKENDS)}")
     reason = BACKENDS[backend].unsupported_reason(_unpacked(call))
     if reason is not None:
@@ -105,8 +101,7 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
     have.
 
     Raises:
-        TypeError: dtype is no torch.dtype, or device is neither a name nor a device.
-        RuntimeError: PyTorch does not know the device's name.
+        UserError: dtype is no torch.dtype, or device is neither a name nor a device.
     """
     if not isinstance(dtype, torch.dtype):
         raise UserError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")

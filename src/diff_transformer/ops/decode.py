@@ -53,9 +53,7 @@ def diff_attention_decode(
         [B, H, T, Dv] in the dtype of v; a fully masked row is 0.
 
     Raises:
-        TypeError: as ``diff_attention``; lengths of another type.
-        ValueError: as ``diff_attention``; lengths of another shape or device.
-        RuntimeError, NotImplementedError: as ``diff_attention``.
+        UserError: as ``diff_attention``; lengths of another type, shape or device.
     """
     call = check(q1, q2, k1, k2, v, lam, attn_mask, True, window, scale, backend, first)
     q1 = call.q1

@@ -44,7 +44,7 @@ def attention_from_unilm(
         naive_grouped_query: the layer comes from ``multihead_diffattn.py`` and uses grouped-query attention.
 
     Raises:
-        ValueError: if tensors are missing or unknown.
+        UserError: if tensors are missing or unknown.
     """
     names = set(state) - {"subln.weight"}
     if names not in (_V1, _V2):

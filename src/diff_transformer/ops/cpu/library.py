@@ -71,7 +71,7 @@ def library() -> ctypes.CDLL | None:
     The environment variable DIFF_TRANSFORMER_NATIVE may name one of ``LIBRARIES``, or be 0 for none.
 
     Raises:
-        ValueError: DIFF_TRANSFORMER_NATIVE names no library, or one that does not run here.
+        UserError: DIFF_TRANSFORMER_NATIVE names no library, or one that does not run here.
     """
     name = os.environ.get(SWITCH)
     usable = [each for each in LIBRARIES if path_of(each).exists() and LIBRARIES[each] <= processor_flags()]

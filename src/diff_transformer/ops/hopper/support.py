@@ -32,7 +32,7 @@ def switched_off() -> bool:
     """True if the environment variable DIFF_TRANSFORMER_HOPPER switches the Hopper kernels off.
 
     Raises:
-        ValueError: the variable is neither 0 nor 1.
+        UserError: the variable is neither 0 nor 1.
     """
     given = os.environ.get(SWITCH, "1")
     if given not in ("0", "1"):
