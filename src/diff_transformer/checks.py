@@ -38,13 +38,6 @@ def require_seed(name: str, seed: int | None) -> None:
         raise UserError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
 
 
-def require_regular(*paths: Path) -> None:
-    """Raise ValueError for a path that is neither a file nor a folder: reading a pipe or a device may never end."""
-    for path in paths:
-        if path.exists() and not path.is_file() and not path.is_dir():
-            raise UserError(f"{path} is a pipe, a socket or a device, which may never end; give a file")
-
-
 def read_json(path: Path, advice: str = "restore it from a copy", error: type[ValueError] = ValueError) -> Any:
     """The value of a JSON file.
 
@@ -52,7 +45,6 @@ def read_json(path: Path, advice: str = "restore it from a copy", error: type[Va
         FileNotFoundError: if there is none.
         ValueError: if it is not JSON in UTF-8, or nested too deeply; ends with ``advice``. ``error`` is its class.
     """
-    require_regular(path)
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as reason:
@@ -85,14 +77,6 @@ def require_known(kind: str, name: str, known: Iterable[str], more: str = "") ->
     known = list(known)
     if name not in known:
         raise UserError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
-
-
-def refuse_keywords(of: str, given: Iterable[str], known: Iterable[str]) -> None:
-    """Raise TypeError for the first keyword ``given`` to ``of`` that is not in ``known``, with the nearest name."""
-    known = list(known)
-    for name in given:
-        if name not in known:
-            raise UserError(f"{of} has no argument {name!r}{did_you_mean(name, known)}; it has: {', '.join(known)}")
 
 
 def differences(first: dict, second: dict, prefix: str = "") -> list[str]:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
+from diff_transformer.checks import MAX_SEED
 from diff_transformer.errors import UserError
 
-MAX_SEED = 2**32 - 1
 STRICT = ConfigDict(strict=True)  # neither 2.0 nor "2" is an int
 PositiveInt = Annotated[int, Field(gt=0)]
 NonNegativeInt = Annotated[int, Field(ge=0)]

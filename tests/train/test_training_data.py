@@ -37,7 +37,7 @@ def test_the_next_batches_are_made_meanwhile_and_no_more():
         time.sleep(0.05)
         assert len(made) <= 4  # one taken, two ready, one that waits for room
     assert not any(main for _, main in made)
-    assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())
 
 
 @pytest.mark.parametrize("ahead", [0, 2])
@@ -56,4 +56,4 @@ def test_an_error_is_raised_where_its_batch_is_asked_for(ahead):
 def test_leaving_early_ends_the_thread():
     with prefetched(lambda step: step, 0, 1000) as batches:
         next(batches)
-    assert not any(thread.name == "prefetch" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("prefetch") for thread in threading.enumerate())

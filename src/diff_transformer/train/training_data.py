@@ -1,9 +1,9 @@
 """From a run's configuration to the rows that it trains on: tokenizer, mixture of sources, batches prepared ahead."""
 
 import hashlib
-import queue
-import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 SOURCES = ("text", "needles", "recall")
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
 _TOKENIZER_NEEDLES = 20_000
-_POLL_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
@@ -250,39 +249,17 @@ def prefetched(prepare: Callable[[int], T], first: int, last: int, *, ahead: int
     if not ahead:
         yield map(prepare, range(first, last))
         return
-    ready: queue.Queue[tuple[bool, T | BaseException]] = queue.Queue(ahead)
-    over = threading.Event()
+    with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
+        ready = deque(thread.submit(prepare, step) for step in range(first, min(first + ahead, last)))
 
-    def put(item: tuple[bool, T | BaseException]) -> bool:
-        while not over.is_set():
-            try:
-                ready.put(item, timeout=_POLL_SECONDS)
-                return True
-            except queue.Full:
-                continue
-        return False
+        def batches() -> Iterator[T]:
+            for step in range(first + ahead, last + ahead):
+                batch = ready.popleft().result()
+                if step < last:
+                    ready.append(thread.submit(prepare, step))
+                yield batch
 
-    def work():
-        for step in range(first, last):
-            try:
-                item = True, prepare(step)
-            except BaseException as error:
-                put((False, error))
-                return
-            if not put(item):
-                return
-
-    def batches() -> Iterator[T]:
-        for _ in range(first, last):
-            succeeded, item = ready.get()
-            if not succeeded:
-                raise item  # ty: ignore[invalid-raise]  (an exception, as it is no batch)
-            yield item  # ty: ignore[invalid-yield]
-
-    thread = threading.Thread(target=work, name="prefetch", daemon=True)
-    thread.start()
-    try:
-        yield batches()
-    finally:
-        over.set()
-        thread.join()
+        try:
+            yield batches()
+        finally:
+            thread.shutdown(cancel_futures=True)
