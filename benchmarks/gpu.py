@@ -2,7 +2,6 @@
 
 python benchmarks/gpu.py                   # JSON into the folder $OUT, or runs/gpu; from source, nothing installed
 python benchmarks/gpu.py --stages decode   # some stages only
-python benchmarks/gpu.py --continue FOLDER # skip the rows that an earlier call measured, and merge them in
 python benchmarks/gpu.py --cache FILE      # with kernels that gpu_cache.py compiled elsewhere
 python benchmarks/gpu.py --dry             # every stage on the CPU at tiny sizes
 python benchmarks/gpu_records.py FOLDER    # put the records into benchmarks/results
@@ -57,14 +56,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=560, help="for all stages together")
     parser.add_argument("--stages", help="which, with commas between them; all by default")
     parser.add_argument("--cache", type=Path, metavar="FILE", help="an archive of gpu_cache.py")
-    parser.add_argument("--continue", type=Path, dest="earlier", metavar="FOLDER", help="records of an earlier call")
     given = parser.parse_args(arguments)
     stages = given.stages.split(",") if given.stages else list(SHARES)
     unknown = [stage for stage in stages if stage not in SHARES]
     if unknown:
         parser.error(f"no stage {unknown[0]!r}; there are: {', '.join(SHARES)}")
-    if given.earlier is not None and not given.earlier.is_dir():
-        parser.error(f"{given.earlier} is no folder of records")
     folder = Path(os.environ.get("OUT") or ROOT / "runs" / "gpu").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     own = [str(ROOT / "src"), str(ROOT / "tests" / "helpers")]
@@ -72,7 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault(SWITCH, "1")  # also with a Triton that no record is of
     print(preflight(given.cache), flush=True)
-    status = run_stages(stages, given.seconds, given.dry, folder, given.earlier and given.earlier.resolve())
+    status = run_stages(stages, given.seconds, given.dry, folder)
     print("\n".join(gpu_goals.goals_table(folder)))
     return status
 
@@ -110,7 +106,7 @@ def launch_only_what_passed(folder: Path) -> None:
     print(f"== {SWITCH}={os.environ[SWITCH]} from here on", flush=True)
 
 
-def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earlier: Path | None = None) -> int:
+def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path) -> int:
     """0 if every stage ended well and finished. Time that one leaves over goes to those after it."""
     if dry:
         # Forked stages then start with everything imported.
@@ -123,7 +119,7 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
         share = SHARES[stage] / sum(SHARES[s] for s in stages[i:])
         if left > 1:
             print(f"== {stage}: {left * share:.0f} s", flush=True)
-            outcome = run_stage(stage, left * share, dry, folder, earlier)
+            outcome = run_stage(stage, left * share, dry, folder)
         else:
             outcome = {"status": "no time left"}
         outcome["clocks"] = clocks()
@@ -137,14 +133,14 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path, earli
     return int(any(line["status"] != "done" for line in summary))
 
 
-def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path | None = None) -> dict:
+def run_stage(stage: str, budget: float, dry: bool, folder: Path) -> dict:
     """How the stage ended: status "done", "unfinished", "failed" or "stopped", seconds, and what an error said."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as scratch:
         error = Path(scratch, "error")
         # Only a fresh process can use CUDA after another has: on the CPU a fork is as good, and faster.
         context: Any = multiprocessing.get_context("fork" if dry else "spawn")
-        process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, earlier, error))
+        process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, error))
         process.start()
         while process.is_alive() and (left := budget - (time.monotonic() - began)) > 0:
             process.join(min(left, EVERY))
@@ -155,11 +151,6 @@ def run_stage(stage: str, budget: float, dry: bool, folder: Path, earlier: Path 
     if status == "failed":
         said = said or f"exit code {process.exitcode}"
         print(said, flush=True)
-    if earlier is not None:
-        try:
-            gpu_records.merge_files([earlier / f"{stage}.json", folder / f"{stage}.json"], folder / f"{stage}.json")
-        except ValueError as error:
-            status, said = "failed", f"{said}not merged: {error}"
     return {"status": status, "seconds": round(time.monotonic() - began, 1), "error": said}
 
 
@@ -172,15 +163,14 @@ def _kill(process: Any) -> None:
     process.join()
 
 
-def stage_process(stage: str, dry: bool, seconds: float, folder: Path, earlier: Path | None, error: Path) -> None:
+def stage_process(stage: str, dry: bool, seconds: float, folder: Path, error: Path) -> None:
     """Runs in a process group of its own."""
     os.setsid()
     os.chdir(ROOT)
     try:
         from gpu_stages import STAGES
 
-        out = folder / f"{stage}.json"
-        STAGES[stage](dry, seconds, out, [] if earlier is None else gpu_records.rows_of(earlier / out.name))
+        STAGES[stage](dry, seconds, folder / f"{stage}.json")
     except gpu_records.Unfinished as reason:
         error.write_text(str(reason))
         os._exit(UNFINISHED)

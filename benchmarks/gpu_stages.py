@@ -1,6 +1,6 @@
 """The stages of gpu.py, each with its sizes on a GPU and, dry, on the CPU.
 
-Called (dry, seconds, file to write, rows that an earlier call recorded); what is recorded is not done again.
+Called (dry, seconds, file to write).
 """
 
 import importlib.util
@@ -14,7 +14,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -23,14 +22,14 @@ import torch
 
 from diff_transformer.bench import decode as decoding
 from diff_transformer.bench import pair, timing
-from diff_transformer.bench.attention import calls, run_attention_benchmark, verdict
-from diff_transformer.bench.contenders import VARIANTS, Gate, backend_contender, shape_inputs, wait_for_device
+from diff_transformer.bench.attention import calls, run_attention_benchmark
+from diff_transformer.bench.contenders import VARIANTS, backend_contender, shape_inputs, wait_for_device
 from diff_transformer.bench.record import collect, machine
 from diff_transformer.bench.run import cells
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.ops import available_backends
 from diff_transformer.ops.hopper.support import D, unsupported_installation
-from gpu_records import Unfinished, setting, settings_of
+from gpu_records import Unfinished
 
 # What is experimental, and what takes longest, first. Files are named, since to collect all tests takes long.
 TESTS = {
@@ -56,7 +55,6 @@ PUBLIC = ("flash", "cudnn")  # kernels of SDPA; the others are slower, and are t
 SLOW = ("reference", "blockwise")  # not timed on a GPU
 TINY = "1x2x40x8,1x2x33x8n"
 TINY_PAIR = pair.PairSetting("debug", 2, 32, layers=1, dtype=torch.float32)
-NO_TESTS = 5  # pytest's exit status where nothing was collected
 
 
 def operator_shapes() -> list[Shape]:
@@ -67,7 +65,7 @@ def operator_shapes() -> list[Shape]:
     return causal[:2] + others + causal[2:] + [gpu_shape(4096, 96, causal=False)]
 
 
-def hopper(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def hopper(dry: bool, seconds: float, out: Path) -> None:
     """Each form of the Hopper kernels against the fp64 reference; later stages do not launch kernels that fail."""
     device, forms = device_of(dry), list(product(("forward", "backward"), (True, False)))
     refused = None if device == "cpu" else unsupported_installation(0)
@@ -98,21 +96,17 @@ def check_hopper(device: str, kernels: str, causal: bool) -> dict:
     return {"gate": gate, "seconds": round(time.monotonic() - began, 2)}
 
 
-def correctness(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
-    """The tests that need a GPU (dry: some others), or without pytest the gates of all backends."""
+def correctness(dry: bool, seconds: float, out: Path) -> None:
+    """The tests that need a GPU (dry: some others)."""
     end = time.monotonic() + seconds
     tests = {}
     for i, (name, selected) in enumerate((DRY_TESTS if dry else TESTS).items()):
         left = end - time.monotonic()
         tests[name] = run_tests(selected, left if i else FIRST_TESTS * left, parallel=not dry)
     statuses = [call["exit_status"] for call in tests.values()]
-    without_pytest = any("No module named pytest" in call["output"] for call in tests.values())
-    rows = gates(dry) if without_pytest or set(statuses) == {NO_TESTS} else iter(())
-    device = device_of(dry)
-    record = collect("correctness", rows, {"tests": tests, "machine": machine(device)}, out=out, on_row=_say_row)
-    wrong = [row for row in record["rows"] if row["gate"].startswith("failed")]
-    if wrong or any(status not in (0, None, NO_TESTS) for status in statuses):
-        raise SystemExit(f"tests ended with {statuses}; gates that failed: {len(wrong)}")
+    collect("correctness", iter(()), {"tests": tests, "machine": machine(device_of(dry))}, out=out)
+    if any(status not in (0, None) for status in statuses):
+        raise SystemExit(f"tests ended with {statuses}")
     if None in statuses:
         raise Unfinished(f"not all tests ran: {', '.join(name for name in tests if not tests[name]['finished'])}")
 
@@ -150,18 +144,7 @@ def rest_of_output(process: subprocess.Popen, seconds: float) -> bytes:
         return process.communicate()[0]
 
 
-def gates(dry: bool) -> Iterator[dict]:
-    """One row for each backend, shape and dtype."""
-    device, shapes = device_of(dry), TINY if dry else "2x4x1000x64,2x4x777x128,1x2x63x96,2x4x555x32n"
-    for dtype in (torch.bfloat16,) if dry else (torch.bfloat16, torch.float16, torch.float32):
-        for shape in parse_shapes(shapes):
-            gate = Gate(shape, dtype, device)
-            for name in available_backends(device, dtype):
-                contender = backend_contender(name, gate.full, shape.causal)
-                yield {"backend": name, "dtype": str(dtype), "shape": str(shape), "gate": verdict(contender, gate)}
-
-
-def compile_kernels(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def compile_kernels(dry: bool, seconds: float, out: Path) -> None:
     """Compile the kernels of the operator's benchmark in parallel, into Triton's cache on disk."""
     device = device_of(dry)
     tasks = [
@@ -214,23 +197,21 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
     return row | {"gate": gate, "seconds": round(time.monotonic() - began, 1)}
 
 
-def attention(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def attention(dry: bool, seconds: float, out: Path) -> None:
     """Our backends against every kernel of softmax attention and both forms of FlashDiffAttn."""
-    _operator(dry, seconds, out, earlier, parse_shapes(TINY) if dry else operator_shapes(), torch.bfloat16)
+    _operator(dry, seconds, out, parse_shapes(TINY) if dry else operator_shapes(), torch.bfloat16)
 
 
-def attention_fp32(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def attention_fp32(dry: bool, seconds: float, out: Path) -> None:
     """fp32 without tensor cores: whether our kernels are faster than two calls of SDPA."""
     shapes = parse_shapes(TINY)[:1] if dry else [gpu_shape(2048, 128), gpu_shape(2048, 64)]
-    _operator(dry, seconds, out, earlier, shapes, torch.float32)
+    _operator(dry, seconds, out, shapes, torch.float32)
 
 
-def _operator(
-    dry: bool, seconds: float, out: Path, earlier: list[dict], shapes: list[Shape], dtype: torch.dtype
-) -> None:
+def _operator(dry: bool, seconds: float, out: Path, shapes: list[Shape], dtype: torch.dtype) -> None:
     device, half = device_of(dry), dtype == torch.bfloat16
     _finish(run_attention_benchmark(
-        left_of(shapes, earlier), (dtype,), backends=timed_backends(dry, device, dtype),
+        shapes, (dtype,), backends=timed_backends(dry, device, dtype),
         kernels=list(PUBLIC) if half else [], with_rivals=half, **_options(dry, device, seconds, 0.1, out, "attention"),
     ))  # fmt: skip
 
@@ -240,42 +221,42 @@ def timed_backends(dry: bool, device: str, dtype: torch.dtype = torch.bfloat16) 
     return [name for name in names if name not in SLOW or (dry and name == "blockwise")]
 
 
-def decode(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def decode(dry: bool, seconds: float, out: Path) -> None:
     """The operator over long caches, and generation by the pair of models."""
     shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
     eager = [setting for setting in pair.MODELS["cuda"] if not setting.compiled]
-    _decode(dry, seconds, out, earlier, shapes, [pair.ModelSetting("debug", 1, 24, 4)] if dry else eager)
+    _decode(dry, seconds, out, shapes, [pair.ModelSetting("debug", 1, 24, 4)] if dry else eager)
 
 
-def decode_compiled(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def decode_compiled(dry: bool, seconds: float, out: Path) -> None:
     """Generation by the pair as a CUDA graph, whose compilation takes most of a minute."""
     tiny = [pair.ModelSetting("debug", batch, 24, 4, compiled=True) for batch in (1, 2)]
-    _decode(dry, seconds, out, earlier, [], tiny if dry else [s for s in pair.MODELS["cuda"] if s.compiled])
+    _decode(dry, seconds, out, [], tiny if dry else [s for s in pair.MODELS["cuda"] if s.compiled])
 
 
-def _decode(dry: bool, seconds: float, out: Path, earlier: list[dict], shapes: list, models: list) -> None:
+def _decode(dry: bool, seconds: float, out: Path, shapes: list, models: list) -> None:
     device = device_of(dry)
     _finish(decoding.run_decode_benchmark(
-        left_of(shapes, earlier, kind="operator"), left_of(models, earlier, kind="model"),
+        shapes, models,
         backends=timed_backends(dry, device), kernels=list(PUBLIC),
         **_options(dry, device, seconds, 0.1, out, "decode"),
     ))  # fmt: skip
 
 
-def throughput(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def throughput(dry: bool, seconds: float, out: Path) -> None:
     """Table 7."""
-    _pair("throughput", dry, seconds, out, earlier)
+    _pair("throughput", dry, seconds, out)
 
 
-def step(dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def step(dry: bool, seconds: float, out: Path) -> None:
     """The time of a training step."""
-    _pair("step", dry, seconds, out, earlier)
+    _pair("step", dry, seconds, out)
 
 
-def _pair(name: str, dry: bool, seconds: float, out: Path, earlier: list[dict]) -> None:
+def _pair(name: str, dry: bool, seconds: float, out: Path) -> None:
     settings = [TINY_PAIR] if dry else [s for s in pair.SETTINGS[name, "cuda"] if not s.compiled]
     options = _options(dry, device_of(dry), seconds, 3, out, name)
-    _finish(pair.run_pair_benchmark(name, left_of(settings, earlier), **options))
+    _finish(pair.run_pair_benchmark(name, settings, **options))
 
 
 def _options(dry: bool, device: str, seconds: float, seconds_each: float, out: Path, name: str) -> dict:
@@ -283,18 +264,6 @@ def _options(dry: bool, device: str, seconds: float, seconds_each: float, out: P
         "device": device, "repeats": 2 if dry else 9, "seconds": seconds, "seconds_each": seconds_each, "out": out,
         "on_row": lambda row: print("  ".join(cell for cell in cells(name, row) if cell), flush=True),
     }  # fmt: skip
-
-
-def left_of(items: list, earlier: list[dict], **fields) -> list:
-    """Shapes or settings without an earlier row."""
-    recorded = settings_of(earlier)
-
-    def known(item) -> str:
-        values = asdict(item)
-        dtype = str(values.get("dtype", torch.bfloat16)).removeprefix("torch.")
-        return setting({**values, **fields, "dtype": dtype})
-
-    return [item for item in items if known(item) not in recorded]
 
 
 def _finish(record: dict) -> None:
@@ -320,7 +289,7 @@ def _say_row(row: dict) -> None:
     print("  ".join(map(str, row.values())), flush=True)
 
 
-STAGES: dict[str, Callable[[bool, float, Path, list[dict]], None]] = {
+STAGES: dict[str, Callable[[bool, float, Path], None]] = {
     "hopper": hopper,
     "correctness": correctness,
     "compile": compile_kernels,

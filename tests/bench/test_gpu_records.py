@@ -36,39 +36,18 @@ def save(path, rows, **provenance):
     path.write_text(json.dumps({"rows": rows, "provenance": {**PROVENANCE, **provenance}}))
 
 
-def test_the_last_of_several_records_wins(records, tmp_path):
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    save(first, [attention_row("triton", ms=1.0), attention_row("triton", length=512)])
-    save(second, [attention_row("triton", ms=2.0), attention_row("flash")], date="tuesday")
-    records.merge_files([first, second, tmp_path / "missing.json"], first)
-    merged = json.loads(first.read_text())
-    assert [(r["backend"], r["length"], r["both_ms"]) for r in merged["rows"]] == [
-        ("triton", 4096, 2.0), ("triton", 512, 1.0), ("flash", 4096, 1.0),
-    ]  # fmt: skip
-    assert merged["provenance"]["date"] == "tuesday"
-    assert merged["dates"] == ["monday", "tuesday"]
-
-
-@pytest.mark.parametrize("other", [{"torch": "2.12.0"}, {"machine": {"gpu": "Another", "triton": "3.6.0"}}])
-def test_unlike_machines_are_not_mixed(records, tmp_path, other):
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    save(first, [])
-    save(second, [], **other)
-    with pytest.raises(ValueError, match="records of unlike machines or versions: "):
-        records.merge_files([first, second], first)
-
-
 def test_installed_under_the_names_that_tables_are_made_from(records, tmp_path, monkeypatch):
-    save(tmp_path / "one" / "attention.json", [attention_row("softmax", ms=1.0), attention_row("triton")])
+    save(tmp_path / "one" / "attention.json", [attention_row("softmax", ms=1.0)])
     save(tmp_path / "two" / "attention.json", [attention_row("triton", length=512)])
-    save(tmp_path / "two" / "decode.json", [])
+    save(tmp_path / "one" / "decode.json", [{"kind": "operator"}])
+    save(tmp_path / "two" / "decode_compiled.json", [{"kind": "model"}])
     results = tmp_path / "results"
     results.mkdir()
     assert records.install([tmp_path / "one", tmp_path / "two"], results) == ["attention_gpu.json", "decode_gpu.json"]
     rows = json.loads((results / "attention_gpu.json").read_text())["rows"]
-    assert [(r["backend"], r["length"], r["both_ms"]) for r in rows] == [
-        ("softmax", 4096, 1.0), ("triton", 4096, 1.0), ("triton", 512, 1.0),
-    ]  # fmt: skip
+    assert [(r["backend"], r["length"]) for r in rows] == [("triton", 512)]
+    rows = json.loads((results / "decode_gpu.json").read_text())["rows"]
+    assert [row["kind"] for row in rows] == ["operator", "model"]
     import speed_tables
 
     names = {path.name for _, path in speed_tables.TABLES.values() if path.stem.endswith("_gpu")}
