@@ -37,7 +37,7 @@ def resolve(call: Call) -> Call:
     Logs once what "auto" takes.
 
     Raises:
-        UserError: for an unknown name, and a named backend that cannot work here, or on this call, or in this transform.
+        UserError: for an unknown name, and a named backend that cannot work here, on this call or in this transform.
     """
     backend, device = call.backend, call.q1.device
     if backend == "auto":
