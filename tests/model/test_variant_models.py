@@ -5,11 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 
 from diff_transformer import DiffTransformerForCausalLM, lambda_init
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.presets import preset
 
@@ -24,23 +23,6 @@ def make(kind, **fields):
 
 def tokens(rows=2, length=20):
     return torch.randint(0, 512, (rows, length), generator=torch.Generator().manual_seed(1))
-
-
-@KINDS
-def test_saved_and_loaded_in_bf16(kind, tmp_path):
-    """lambda vectors stay in fp32, bit for bit; whatever else, W_lambda included, is rounded; logits stay near."""
-    model, ids = make(kind), tokens()
-    model.save_pretrained(tmp_path)
-    assert AutoConfig.from_pretrained(tmp_path).to_diff_dict() == model.config.to_diff_dict()
-    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
-    wide = {name for name, p in loaded.named_parameters() if p.dtype == torch.float32}
-    learned = {name for name, m in model.named_modules() if isinstance(m, LearnedLambda)}
-    assert wide == {f"{name}.lambda_{x}" for name in learned for x in ("q1", "k1", "q2", "k2")}
-    exact = dict(model.named_parameters())
-    assert all(torch.equal(dict(loaded.named_parameters())[name], exact[name]) for name in wide)
-    torch.testing.assert_close(loaded.lambdas(), model.lambdas())
-    difference = (loaded(ids).logits - model(ids).logits).abs().max()
-    assert 0 < difference < 0.05 * model(ids).logits.abs().max()
 
 
 @KINDS
@@ -73,21 +55,6 @@ def test_telemetry(kind):
         assert lambdas.tolist() == pytest.approx([lambda_init(0), lambda_init(1)], rel=1e-6)
     else:
         assert lambdas.tolist() == pytest.approx([core.lam().item() for core in cores])
-
-
-@KINDS
-def test_a_few_steps_of_training_lower_the_loss(kind):
-    model, ids = make(kind).train(), tokens(4, 24)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    losses = []
-    for _ in range(12):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0] - 1
 
 
 @KINDS
