@@ -11,7 +11,7 @@ def test_ours_to_diffllama_says_what_it_did(make, ids, tmp_path):
     (tmp_path / "ours" / "tokenizer.json").write_text("{}")
     out = cli("convert", tmp_path / "ours", "--to", "diffllama", "--out", tmp_path / "theirs")
     assert out.returncode == 0, out.stderr
-    layout, folded, carried, model = out.stdout.splitlines()
+    _, layout, folded, carried, model = out.stdout.splitlines()
     assert layout == f"{tmp_path / 'ours'}: this package's layout"
     assert "folded into W_O" in folded
     assert carried == "carried over: tokenizer.json, generation_config.json"
