@@ -36,7 +36,7 @@ from diff_transformer.data.tokens import (
     wrong_content,
     wrong_size,
 )
-from diff_transformer.durable import PARTIAL, replacing, require_writable, write_whole
+from diff_transformer.durable import PARTIAL, remove, replacing, require_writable, write_whole
 from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -183,7 +183,9 @@ def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[
     plan["tokenizer"] = {"hash": tokenizer_hash(tokenizer), "size": size, "end_of_text": tokenizer.eos_token_id}
     plan["dtype"] = "<u2" if size <= 1 << 16 else "<u4"
     (out / SHARDS).mkdir(parents=True, exist_ok=True)
-    tokenizer.save_pretrained(out / TOKENIZER)
+    remove(out / TOKENIZER)
+    with replacing(out / TOKENIZER) as partial:  # a full disk is an OSError here, which it is not in tokenizers
+        tokenizer.save_pretrained(partial)
     write_whole(out / PLAN, json.dumps(plan, indent=1) + "\n")
     return plan
 
