@@ -107,7 +107,8 @@ def gallery(names: list[str]) -> str:
     about = (
         f"The paper's experiments on {' and '.join(dict.fromkeys(models))}, as it is: what each looks like on a "
         "pretrained Transformer. Samples are small; nothing is compared here. The times are of a machine that had "
-        "other work. The commands run on any causal LM; MODEL is its folder and DATA has the public sets."
+        "other work. The commands ran at commit 0ae240a; MODEL is the model's folder and DATA has the public sets. "
+        "Archives are unpacked first now."
     )
     return "\n\n".join(["# Gallery", about, *parts]) + "\n"
 
