@@ -53,7 +53,7 @@ def _item(row: dict, source: str) -> MultipleChoiceItem:
 def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[MultipleChoiceItem]:
     """A task for each paragraph of prose in ``documents`` with at least two sentences.
 
-    The last sentence is the right ending; the wrong ones are the last sentences of parts in other documents.
+    The last sentence is the right ending; the wrong ones are the last sentences of paragraphs in other documents.
     Documents named code/... have no prose.
 
     Raises:
@@ -62,7 +62,7 @@ def continuations_of(documents: Sequence[Document], *, seed: int = 0) -> list[Mu
     parts = [(d.name, *split) for d in documents if not d.name.startswith("code/") for split in _paragraphs(d.text)]
     parts = list({ending: (name, context, ending) for name, context, ending in parts}.values())
     if len({name for name, _, _ in parts}) < CHOICES:
-        raise UserError(f"{len(documents)} documents hold too few parts for tasks; give a file of HellaSwag")
+        raise UserError(f"{len(documents)} documents hold too few paragraphs for tasks; give a file of HellaSwag")
     items = []
     for index, (name, context, ending) in enumerate(parts):
         rng = evaluation_rng(seed, "continuation", index)
