@@ -43,9 +43,8 @@ $(ENGINES)/.ready: pyproject.toml constraints.txt
 slow: $(READY)  ## the slow tests
 	$(BIN)/python -m pytest -m "slow and not gpu" $(ARGS)
 
-faults: $(READY)  ## kill, starve, damage and attack everything; writes the record of docs/reliability.md. ARGS="-k kernel": a part
+faults: $(READY)  ## kill, starve, damage and attack everything; writes benchmarks/results/reliability.json. ARGS="-k kernel": a part
 	$(BIN)/python -m pytest -m faults -o timeout=1800 $(ARGS)
-	$(BIN)/python docs/tables.py
 
 OTHER_TRITON = $(CURDIR)/build/triton-$(TRITON)
 compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one, and their record; TRITON=3.6.0: by another version than the pinned one
@@ -84,9 +83,9 @@ floors:  ## a short part of the suite with the oldest core dependencies that pyp
 	for side in oldest newest; do PYTHONPATH=src $(FLOORS)/$$side/bin/python -m pytest -o addopts="-q -rs --import-mode=importlib" \
 	  -m "not slow and not gpu" $(FLOOR_TESTS) $(ARGS) || exit 1; done
 
-FIGURES := figures/fill.py $(wildcard figures/*/run.py) figures/desk/objective.py benchmarks/speed_tables.py docs/tables.py
-figures: $(READY)  ## tables and plots again from the committed records
-	for script in $(FIGURES); do $(BIN)/python $$script || exit 1; done
+figures: $(READY)  ## tables and pictures again from the committed records
+	$(BIN)/python figures/make.py
+	$(BIN)/python benchmarks/speed_tables.py
 
 docs: $(READY)  ## the documentation site, in build/site; to read it: python3 -m http.server --directory build/site
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict

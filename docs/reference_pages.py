@@ -22,7 +22,7 @@ INTRODUCTION = """\
 None, write null. An unknown key is refused, with the nearest known one.
 
     diff-transformer train --recipe demo --out run --set optim.lr=1e-3 --set 'data.mixture={"text": 1}'
-    diff-transformer eval needle --model FOLDER --out needle.json --set samples=20
+    diff-transformer eval needle --model FOLDER --out runs/needle --set samples=20
 
 ## Training: `train` and `compare`
 

@@ -1,6 +1,6 @@
 """An experiment of your own: how well does a model continue a sequence that it has just seen?
 
-diff-transformer eval examples/my_experiment.py --model FOLDER --out repeat.json --set length=32
+diff-transformer eval examples/my_experiment.py --model FOLDER --out runs/repeat --set length=32
 """
 
 from dataclasses import asdict, dataclass

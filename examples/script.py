@@ -10,15 +10,15 @@ from diff_transformer import compare, convert_folder, load_records, run_eval
 
 
 def main(out: Path) -> None:
-    """Write ``pair/``, ``converted/`` and ``allocation.json`` to the folder ``out``."""
+    """Write ``pair/``, ``converted/`` and ``allocation.jsonl.gz`` to the folder ``out``."""
     compare("debug", out / "pair", settings={"train.steps": 20}, report=False)  # report=True writes the page
     for record in load_records(out / "pair"):
-        print(f"{record.side}: validation loss {record.final_loss:.3f} nats a token")
+        print(f"{record.side}: validation loss {record.metrics['validation_loss']:.3f} nats a token")
 
     source = out / "pair" / "members" / "softmax-seed0" / "run" / "model"
     for note in convert_folder(source, out / "converted", target="diff_v2"):  # the same outputs, two maps
         print(note)
-    result = run_eval("allocation", out / "converted", {"samples": 2}, out / "allocation.json", quick=True)
+    result = run_eval("allocation", out / "converted", {"samples": 2}, out / "allocation.jsonl.gz", quick=True)
     print(result.metrics["answer"], "of the attention is on the answer")
 
 

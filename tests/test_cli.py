@@ -15,6 +15,7 @@ import diff_transformer
 from diff_transformer.cli import app
 from diff_transformer.cli.measuring import shown_number
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.lab.record import load_records
 
 
 def in_a_process(*arguments):
@@ -124,18 +125,19 @@ def test_generate(model):
     assert out.stdout.startswith("hello")
 
 
-def test_one_experiment_into_a_file(model, corpus, tmp_path):
-    path = tmp_path / "outliers.json"
-    command = ("eval", "outliers", "--model", model, "--corpus", corpus, "--length", 480, "--samples", 2, "--out", path)
+def test_one_experiment_into_a_folder(model, corpus, tmp_path):
+    path = tmp_path / "outliers"
+    sizes = ("--corpus", corpus, "--length", 480, "--samples", 2)
+    command = ("eval", "outliers", "--model", model, *sizes, "--out", path)
     out = cli(*command)
     assert out.returncode == 0, out.stderr
     assert "logits_top1" in out.stdout
-    record = json.loads(path.read_text())
-    assert (record["side"], [*record["metrics"]]) == (model.name, ["outliers"])
-    assert [file.name for file in tmp_path.iterdir()] == ["outliers.json"]
+    (record,) = load_records(path)
+    assert (record.side, record.rows.experiments) == (model.name, ["outliers", "outliers_top"])
+    assert {file.name for file in path.iterdir()} == {"outliers", "report.html", "request.json"}
     again = cli(*command)
     assert again.returncode == 2
-    assert "exists; choose another file" in again.stderr
+    assert "is not an empty folder; resume it (--resume) or choose another" in again.stderr
 
 
 def test_training_text_that_is_measured_for_want_of_held_out_text_is_said_first(corpus, tmp_path):
@@ -144,12 +146,11 @@ def test_training_text_that_is_measured_for_want_of_held_out_text_is_said_first(
     byte_tokenizer().save_pretrained(gpt2)
     sizes = ("--length", 64, "--samples", 300, "--limit", 2)
     command = ("eval", "outliers", "--model", gpt2, "--corpus", corpus, *sizes, "--out")
-    for out in (tmp_path / "outliers.json", tmp_path / "out"):
-        told = cli(*command, out)
-        assert told.returncode == 0, told.stderr
-        assert told.stdout.startswith(f"note: outliers of gpt2: the held-out text of '{corpus}' is too small, so ")
+    told = cli(*command, tmp_path / "out")
+    assert told.returncode == 0, told.stderr
+    assert f"note: outliers of gpt2: the held-out text of '{corpus}' is too small, so " in told.stdout
     assert "the held-out text of" in (tmp_path / "out" / "report.html").read_text()
-    refused = cli(*command, tmp_path / "no.json", "--split", "held-out")
+    refused = cli(*command, tmp_path / "no", "--split", "held-out")
     assert refused.returncode == 2
     assert "the held-out text of the corpus" in refused.stderr
 
@@ -161,18 +162,22 @@ def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, 
     )  # fmt: skip
     out = cli(*command)
     assert out.returncode == 0, out.stderr
-    assert {path.name for path in (tmp_path / "out" / "long_nll").iterdir()} == {f"{model.name}.json", "debug.json"}
+    assert {path.name for path in (tmp_path / "out" / "long_nll").iterdir()} == {
+        f"{model.name}.jsonl.gz",
+        "debug.jsonl.gz",
+    }
     page = (tmp_path / "out" / "report.html").read_text()
     assert "Does a longer context keep helping?" in page
     assert "is not an empty folder; resume it (--resume) or choose another" in cli(*command).stderr
     assert cli(*command, "--resume").returncode == 0
-    page_again = cli("report", tmp_path / "out" / "long_nll" / f"{model.name}.json", "--out", tmp_path / "again.html")
+    page_again = cli(
+        "report", tmp_path / "out" / "long_nll" / f"{model.name}.jsonl.gz", "--out", tmp_path / "again.html"
+    )
     assert page_again.returncode == 0, page_again.stderr
 
 
 def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(model, corpus, tmp_path):
-    from diff_transformer.lab.evaluate import Plan
-    from diff_transformer.lab.suite import run_suite
+    from diff_transformer.lab.evaluate import Plan, run_suite
 
     plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1}, limit=1)
     needle, outliers = run_suite(dataclasses.replace(plan, assignments=["outliers.length=64"]), tmp_path / "out")
@@ -227,8 +232,8 @@ def test_convert_llama_and_back(tmp_path):
             "needle.lengths is 64; input should be a valid array",
         ),
         (
-            ("eval", "ablation", "--quick", "--model", "nofolder", "--out", "x"),
-            "ablation takes no model, so --model would change nothing",
+            ("eval", "scaling", "--quick", "--model", "nofolder", "--out", "x"),
+            "scaling takes no model, so --model would change nothing",
         ),
         (
             ("eval", "scaling", "--set", "runs=/nowhere", "--dtype", "float32", "--model", "m", "--out", "x.json"),

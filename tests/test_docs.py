@@ -1,10 +1,9 @@
-"""The pages are true: links exist, commands parse, the tutorial runs, generated pages are those of the sources."""
+"""The pages are true: links exist, commands parse, the tutorial runs."""
 
 import ast
 import graphlib
 import pydoc
 import re
-import runpy
 import shlex
 import subprocess
 import sys
@@ -15,10 +14,6 @@ import pytest
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")),
          *sorted((ROOT / "figures").rglob("README.md")), *sorted((ROOT / "examples").glob("*.md"))]  # fmt: skip
-GENERATED = (
-    *("docs/tables.py", "figures/desk/objective.py", "figures/fill.py"),
-    *sorted(path.relative_to(ROOT).as_posix() for path in (ROOT / "figures").glob("*/run.py")),
-)
 
 
 def name(page):
@@ -156,10 +151,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 def test_the_documentation_is_short():
-    """Words that people wrote: not those of generated pages, nor those that scripts put between marks."""
-    pages = {page: page.read_text() for page in (ROOT / "docs").glob("*.md")}
-    written = [re.sub(r"<!-- (\w+) -->\n.*?<!-- /\1 -->", "", text, flags=re.DOTALL) for text in pages.values()]
-    assert sum(len(text.split()) for text in written) < 23_000
+    assert sum(len(page.read_text().split()) for page in (ROOT / "docs").glob("*.md")) < 26_000
 
 
 @pytest.mark.parametrize("room", ["data", "evals", "model", "serving", "train"])
@@ -167,15 +159,6 @@ def test_what_uses_the_operator_asks_no_backend(room):
     backend = re.compile(r"diff_transformer\.ops(?:\.| import )(?:\w+, )*(?:cpu|hopper|jax|table|triton)\b")
     package = ROOT / "src" / "diff_transformer"
     assert [path.name for path in (package / room).rglob("*.py") if backend.search(path.read_text())] == []
-
-
-@pytest.mark.parametrize("script", GENERATED)
-def test_generated_pages_are_those_of_their_sources(script, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [script, "--check"])
-    monkeypatch.setattr(sys, "path", [str((ROOT / script).parent), *sys.path])
-    with pytest.raises(SystemExit) as ended:
-        runpy.run_path(str(ROOT / script), run_name="__main__")
-    assert not ended.value.code, f"run python {script}\n{capsys.readouterr().out}"
 
 
 @pytest.mark.slow

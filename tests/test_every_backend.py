@@ -8,6 +8,7 @@ import torch
 from command_line import cli
 
 from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer.lab.record import load_records
 from diff_transformer.model.heads import ATTENTIONS
 
 BACKENDS = ("auto", "reference", "blockwise", "sdpa")  # all that run on a CPU
@@ -48,9 +49,9 @@ def reference_outcome(tmp_path_factory):
 
 def measure(model: Path, folder: Path):
     text = run("generate", model, "import ", "--max-new-tokens", 4)
-    run("eval", "long_nll", "--quick", "--model", model, "--out", folder / "long_nll.json")
-    metrics = json.loads((folder / "long_nll.json").read_text())["metrics"]["long_nll"]
-    return DiffTransformerForCausalLM.from_pretrained(model).state_dict(), text, metrics
+    run("eval", "long_nll", "--quick", "--model", model, "--out", folder / "long_nll")
+    (record,) = load_records(folder / "long_nll")
+    return DiffTransformerForCausalLM.from_pretrained(model).state_dict(), text, record.metrics
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -9,8 +9,10 @@ from recall_confirmation import plan as confirmation
 
 from diff_transformer import DiffTransformerConfig, lambda_init
 from diff_transformer.lab.recipes.recall import MATCHED, OWN_SCALE
-from diff_transformer.lab.record import Record, load_all
+from diff_transformer.lab.record import Record, load_records
+from diff_transformer.lab.rows import Rows
 from diff_transformer.lab.spec import RECALL
+from diff_transformer.lab.tidy import rows_of_curves
 from diff_transformer.lab.worker import run
 from diff_transformer.train.training_data import load_training_data
 
@@ -52,17 +54,19 @@ def test_a_run_from_end_to_end(runs, tmp_path):
     train = replace(spec.config.train, steps=4, validate_every=2, batch_size=2, validation_rows=4)
     replace(spec, config=replace(spec.config, train=train)).save(tmp_path)
     record = run(tmp_path)
-    assert load_all(tmp_path) == [record]
-    assert record.curves["recall"]["step"] == [0, 2, 4]
-    assert all(0 <= accuracy <= 1 for accuracy in record.curves["recall"]["accuracy"])
-    assert record.curves["validation"]["loss"][0] == pytest.approx(math.log(258), abs=0.3)
-    assert {"accuracy", "accuracy_2x", "accuracy_4x", "answer", "noise"} <= record.metrics[RECALL].keys()
-    assert record.metrics[RECALL]["chance"] == 0.25
+    assert [found.metrics for found in load_records(tmp_path)] == [record.metrics]
+    curve = record.rows["recall_curve"]
+    assert [*curve["step"]] == [0, 2, 4]
+    assert curve["accuracy"].between(0, 1).all()
+    assert record.rows["validation"]["loss"].iloc[0] == pytest.approx(math.log(258), abs=0.3)
+    assert {"recall", "recall_2x", "recall_4x", "recall_answer", "recall_noise"} <= record.metrics.keys()
+    assert [*record.rows.metric(RECALL, "chance")["value"]] == [0.25]
 
 
 def test_a_sweep_goes_by_the_final_accuracy_and_then_by_the_mean():
     def scored(*accuracy):
-        return shortfall(Record("", "", 0, curves={"recall": {"accuracy": list(accuracy)}}))
+        rows = Rows(rows_of_curves({"recall": {"step": range(len(accuracy)), "accuracy": accuracy}}, "diff"))
+        return shortfall(Record("", "diff", 0, rows))
 
     assert scored(0.0, 0.2, 0.9) < scored(0.8, 0.85, 0.88)
     assert scored(0.0, 0.8, 0.9) < scored(0.0, 0.7, 0.9)

@@ -13,7 +13,9 @@ import pytest
 
 from diff_transformer.lab import study as driver
 from diff_transformer.lab.record import Record
+from diff_transformer.lab.rows import Rows
 from diff_transformer.lab.stages import FIGURES, load_stages
+from diff_transformer.lab.tidy import rows_of_curves
 from diff_transformer.train.config import RunConfig
 
 STUDIES = json.loads((Path(__file__).parent / "plans.json").read_text())
@@ -41,9 +43,10 @@ def ran(monkeypatch):
             for folder, spec in runs.items():
                 if folder not in done:
                     score = int(hashlib.sha256(spec.key.encode()).hexdigest()[:8], 16) / 2**32
-                    recall = {"accuracy": [1 - score]}
-                    curves = {"validation": {"loss": [score]}, "recall": recall, "needles": recall}
-                    done[folder] = Record(spec.setting, spec.side, spec.seed, spec.config.to_dict(), curves=curves)
+                    curves = {"validation": {"step": [1], "loss": [score]}}
+                    curves |= {name: {"step": [1], "accuracy": [1 - score]} for name in ("recall", "needles")}
+                    rows = Rows(rows_of_curves(curves, *spec.identity))
+                    done[folder] = Record(spec.setting, spec.side, spec.seed, rows)
                     specs.append(spec)
 
         monkeypatch.setattr(driver, "run_pool", pool)

@@ -10,10 +10,10 @@ all runs are finished. Hardware: two CPU cores. Time: about fourteen hours in to
 import copy
 import dataclasses
 from collections.abc import Mapping
-from operator import attrgetter
 from typing import Any
 
 from diff_transformer.lab.recipes.desk import demo
+from diff_transformer.lab.record import Record
 from diff_transformer.lab.stages import SWEPT, Rate, Stage
 from diff_transformer.train.config import RunConfig
 
@@ -50,6 +50,11 @@ ABLATIONS: dict[str, dict[str, Any]] = {
         "attention": "softmax", "num_attention_heads": 4, "softmax_head_norm": True, "head_norm_init": 0.1,
     },
 }  # fmt: skip
+
+
+def final_loss(record: Record) -> float:
+    """The last validation loss, nats a token: what a sweep minimises."""
+    return record.metrics["validation_loss"]
 
 
 def base(corpus: str) -> RunConfig:
@@ -92,9 +97,7 @@ def stages(corpus: str) -> list[Stage]:
         return Stage({name: config}, sides, seeds, rates)
 
     return [
-        Stage(
-            {"": _longer(plain, 0.4)}, SIDES, (100,), LEARNING_RATES, "sweep/lr{rate:g}", (), attrgetter("final_loss")
-        ),
+        Stage({"": _longer(plain, 0.4)}, SIDES, (100,), LEARNING_RATES, "sweep/lr{rate:g}", (), final_loss),
         compared("novels", plain, MANY, paper, SWEPT),
         compared("novels", plain, MANY, SAME_RATE),
         compared("novels", plain, FEW, _some("diff_v2"), SWEPT),

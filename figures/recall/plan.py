@@ -98,9 +98,9 @@ def setting(name: str) -> RunConfig:
     return config
 
 
-def shortfall(record: Record, curve: str = "recall") -> float:
+def shortfall(record: Record, curve: str = "recall_curve") -> float:
     """What a sweep minimises: 1 less the final accuracy; a hundredth of the mean accuracy so far breaks ties."""
-    accuracy = record.curves[curve]["accuracy"]
+    accuracy = [*record.rows[curve]["accuracy"]]
     return 1 - accuracy[-1] - 0.01 * sum(accuracy) / len(accuracy)
 
 

@@ -49,10 +49,10 @@ def replacing(path: Path, *, durable: bool = True) -> Generator[Path]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def write_whole(path: Path, text: str, *, durable: bool = True) -> None:
-    """Write ``text`` to ``path`` atomically: a reader, or a crash at any moment, finds the old content or the new."""
+def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
+    """Write ``content`` to ``path`` atomically: a reader, or a crash at any moment, finds the old or the new."""
     with replacing(path, durable=durable) as partial:
-        partial.write_text(text, encoding="utf-8")
+        partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def append_lines(path: Path, entries: Iterable[dict]) -> None:

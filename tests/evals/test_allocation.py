@@ -96,13 +96,13 @@ def test_the_command_runs_on_every_kind_of_model(kind, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     settings = settings_of("allocation", {"corpus": str(text), "length": 300, "samples": 1})
-    result = run_eval("allocation", make(kind), settings, tmp_path / "out.json")
+    result = run_eval("allocation", make(kind), settings, tmp_path / "out.jsonl.gz")
     assert len(result.rows) == 5
     heads = 2 if kind == "diff" else 4
     assert [len(layer) for layer in result.rows[0]["answer_heads"]] == [heads, heads]
     assert 0 < result.metrics["answer"] < 1
     with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions"):
-        run_eval("allocation", make(kind), settings_of("allocation", {"length": 513}), tmp_path / "no.json")
+        run_eval("allocation", make(kind), settings_of("allocation", {"length": 513}), tmp_path / "no.jsonl.gz")
 
 
 @pytest.mark.parametrize("kind", ["diff", "softmax", "gpt2"])

@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from diff_transformer.evals.repeat_loss import evaluate_associative_recall
-from diff_transformer.evals.types import Result
 
 
 def test_loss_slices_against_a_loop():
@@ -27,9 +26,3 @@ def test_loss_slices_against_a_loop():
     assert result.metrics["validation"] == pytest.approx(4.5)
     counted = sum(row["ar_hit_count"] + row["others_count"] for row in result.rows)
     assert counted == 10
-
-
-def test_results_survive_json(tmp_path):
-    result = Result("needle", "m", {"n1_r1": 0.5}, [{"score": 1.0}], {"seed": 0})
-    result.save(tmp_path / "deep" / "r.json")
-    assert Result.load(tmp_path / "deep" / "r.json") == result

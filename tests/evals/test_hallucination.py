@@ -284,7 +284,7 @@ def test_questions_from_python_hold_their_answers_and_only_one_is_right():
 
 def test_the_command_on_the_offline_default(tiny, tmp_path):
     settings = settings_of("hallucination", {"samples": 2}, ["answer_tokens=6", "summary_tokens=6"], quick=True)
-    result = run_eval("hallucination", tiny, settings, tmp_path / "out.json")
+    result = run_eval("hallucination", tiny, settings, tmp_path / "out.jsonl.gz")
     assert [row["set"] for row in result.rows] == ["python_summaries"] * 2 + ["python_lookups"] * 2
     assert result.provenance["judge"] == "containment"
     assert result.provenance["length"] == 256
@@ -296,4 +296,4 @@ def test_the_command_with_an_endpoint_needs_a_key(tiny, tmp_path, monkeypatch):
         monkeypatch.delenv(name, raising=False)
     settings = settings_of("hallucination", {}, ["judge=endpoint:m", 'judge_options={"max_tokens": 4}'])
     with pytest.raises(UserError, match=r"the judge m cannot be asked: .*OPENAI_API_KEY"):
-        run_eval("hallucination", tiny, settings, tmp_path / "out.json")
+        run_eval("hallucination", tiny, settings, tmp_path / "out.jsonl.gz")

@@ -378,13 +378,17 @@ def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
     write(data / "Mini-Test.jsonl", *questions[:2])
     write(data / "Mini-Train.jsonl", questions[2])
     lm = tiny_lm("diff", vocab_size=258, batch_size=8)
-    result = run_eval("harness", lm, settings_of("harness", {"data": str(data)}, ["shots=1"]), tmp_path / "out.json")
+    result = run_eval(
+        "harness", lm, settings_of("harness", {"data": str(data)}, ["shots=1"]), tmp_path / "out.jsonl.gz"
+    )
     assert result.metrics["Mini_1shot_acc"] in (0.0, 0.5, 1.0)
     assert result.rows[0]["prompt"] == "Question: 2?\nAnswer: no\n\nQuestion: 0?\nAnswer:"
     quick = settings_of("harness", {"samples": 3}, quick=True)
-    result = run_eval("harness", lm, quick, tmp_path / "quick.json")
+    result = run_eval("harness", lm, quick, tmp_path / "quick.jsonl.gz")
     assert len(result.rows) == 6
     assert {row["task"] for row in result.rows} == {"python_descriptions", "python_names"}
     assert all(row["expected"] in row["choices"] for row in result.rows)
     with pytest.raises(UserError, match="has no task other; it has: Mini"):
-        run_eval("harness", lm, settings_of("harness", {}, [f"data={data}", 'tasks=["other"]']), tmp_path / "no.json")
+        run_eval(
+            "harness", lm, settings_of("harness", {}, [f"data={data}", 'tasks=["other"]']), tmp_path / "no.jsonl.gz"
+        )

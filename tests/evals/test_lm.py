@@ -310,7 +310,7 @@ def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts
     ):  # fmt: skip
         read.clear()
         settings = settings_of(name, wanted, more, quick=True, lenient=True)
-        result = run_eval(name, lm, settings, tmp_path / f"{name}.json", limit=3)
+        result = run_eval(name, lm, settings, tmp_path / f"{name}.jsonl.gz", limit=3)
         assert result.rows
         starts = [ids for ids in read if ids.shape[1] > len(before) + 8]
         assert starts
@@ -327,10 +327,10 @@ def test_tokens_in_front_have_no_loss(tmp_path):
     text.write_text("".join(f"Word {i} stands in a row of words. " for i in range(400)))
     lm = tiny_lm("llama", tokenizer=bos_tokenizer(GLM), std=0.5, positions=200)
     settings = settings_of("associative_recall", {"corpus": str(text), "length": 60, "samples": 2}, [], lenient=True)
-    result = run_eval("associative_recall", lm, settings, tmp_path / "recall.json")
+    result = run_eval("associative_recall", lm, settings, tmp_path / "recall.jsonl.gz")
     assert [row["ar_hit_count"] + row["others_count"] for row in result.rows] == [58, 58]
     settings = settings_of("long_nll", {"corpus": str(text), "length": 64, "split": "all", "samples": 1}, [])
-    result = run_eval("long_nll", lm, settings, tmp_path / "nll.json")
+    result = run_eval("long_nll", lm, settings, tmp_path / "nll.jsonl.gz")
     (_, (document, *_)) = next(documents_of(str(text), "all"))
     ids = torch.tensor([[*lm.prefix, *document.text.encode()[:64]]])
     losses = lm.token_losses(ids)[0, 1:]

@@ -1,7 +1,5 @@
 """Negative log-likelihood by position: hand-worked bins, one forward pass as the judge, books by themselves."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -16,6 +14,7 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.long_nll import Settings, bin_edges, binned, cumulative, evaluate_long_nll
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
+from diff_transformer.lab.rows import read_file
 from diff_transformer.model.presets import preset
 
 BOOKS = [
@@ -114,7 +113,7 @@ def test_all_books_are_read_by_a_model_that_was_not_trained_on_them(family, spli
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"Book {i} tells of the weather, day by day. " * 5)
     settings = settings_of("long_nll", {"corpus": str(tmp_path), "length": 100, "split": split})
-    result = run_eval("long_nll", tiny_lm(family), settings, tmp_path / "out.json")
+    result = run_eval("long_nll", tiny_lm(family), settings, tmp_path / "out.jsonl.gz")
     assert (len(result.rows), result.provenance["documents"]) == (books, books)
     assert result.provenance["side"] == ("all" if books == 20 else "validation")
 
@@ -153,8 +152,8 @@ def test_the_command(tmp_path):
         (tmp_path / "books" / f"{book.name}.txt").write_text(book.text)
     options = {"corpus": str(tmp_path / "books"), "samples": 1}
     settings = settings_of("long_nll", options, ["length=40", "allow_beyond=true"])
-    result = run_eval("long_nll", make_lm(), settings, tmp_path / "r.json", limit=5)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["long_nll"] == result.metrics
+    result = run_eval("long_nll", make_lm(), settings, tmp_path / "r.jsonl.gz", limit=5)
+    assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "long_nll"
     assert result.provenance["allow_beyond"] is True
     assert settings_of("long_nll", {}).length == 65536
     assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

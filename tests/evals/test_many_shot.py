@@ -1,6 +1,5 @@
 """Many-shot classification on fakes of known outcome, and on tiny models scored by another route."""
 
-import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -15,6 +14,7 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
+from diff_transformer.lab.rows import read_file
 
 LABELS = ("river", "city", "mountain")
 TRAIN = tuple(Labelled(f"train {i}: say", LABELS[i % 3]) for i in range(30))
@@ -265,8 +265,8 @@ def test_the_command(tmp_path):
     (tmp_path / "trec" / "test.label").write_text(lines["b"])
     options = {"data": str(tmp_path / "trec"), "samples": 8}
     settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2", "fine=true"])
-    result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.json", limit=3)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["many_shot"] == result.metrics
+    result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.jsonl.gz", limit=3)
+    assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "many_shot"
     assert result.provenance["labels"] == ["city", "individual"]
     assert len(result.rows) == 3 * 5
     assert settings_of("many_shot", {}, quick=True).samples == many_shot.QUICK["samples"]

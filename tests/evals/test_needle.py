@@ -14,7 +14,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.needle import Asking, Settings, check_needle_fits, evaluate_needle, needle_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
-from diff_transformer.report.evals_page import write_evals_report
+from diff_transformer.report import write_report
 
 SIZES = {"cells": ((1, 1), (3, 2)), "depths": (0.0, 1.0), "length": 400, "samples": 3}
 
@@ -164,7 +164,7 @@ def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     settings = settings_of("needle", {"corpus": str(text), "length": 300}, ["samples=2", "cells=[[1,1]]"])
-    result = run_eval("needle", llama, settings, tmp_path / "out.json", limit=1)
+    result = run_eval("needle", llama, settings, tmp_path / "out.jsonl.gz", limit=1)
     assert len(result.rows) == 5
     assert "weather" in result.rows[0]["prompt"]
     assert result.provenance["corpus"] == str(text)
@@ -189,12 +189,12 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
     few = ["cells=[[1,1]]", "depths=[0.5]"]
     lm = tiny_lm("diff", positions=400)
     with pytest.raises(ValueError, match=r"the held-out text of .* prompts need 400; .*--split all reads"):
-        run_eval("needle", lm, settings_of("needle", wanted, few), tmp_path / "no.json")
-    result = run_eval("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.json")
+        run_eval("needle", lm, settings_of("needle", wanted, few), tmp_path / "no.jsonl.gz")
+    result = run_eval("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.jsonl.gz")
     assert result.provenance["side"] == "all"
     assert "note" not in result.provenance
     other = tiny_lm("gpt2", positions=400)
-    result = run_eval("needle", other, settings_of("needle", wanted, few), tmp_path / "other.json")
+    result = run_eval("needle", other, settings_of("needle", wanted, few), tmp_path / "other.jsonl.gz")
     assert result.provenance["side"] == "all"
     assert "is too small, so training text of the corpus is measured too" in result.provenance["note"]
 
@@ -217,10 +217,10 @@ def test_another_model_of_the_same_name_does_not_resume(tmp_path):
         next(other.model.parameters()).mul_(2)
     assert first.name == other.name
     with pytest.raises(KeyboardInterrupt):
-        run_eval("long_nll", first, settings, tmp_path / "r.json", bar=stop)
+        run_eval("long_nll", first, settings, tmp_path / "r.jsonl.gz", bar=stop)
     with pytest.raises(ValueError, match="weights"):
-        run_eval("long_nll", other, settings, tmp_path / "r.json", resume=True)
-    assert run_eval("long_nll", first, settings, tmp_path / "r.json", resume=True).rows
+        run_eval("long_nll", other, settings, tmp_path / "r.jsonl.gz", resume=True)
+    assert run_eval("long_nll", first, settings, tmp_path / "r.jsonl.gz", resume=True).rows
 
 
 def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_in_front():
@@ -326,7 +326,7 @@ def test_wordings_templates_and_rules_that_cannot_be_are_refused():
         Asking(byte_tokenizer(), wording="Well?")
     with pytest.raises(ValueError, match="scoring 'first'"):
         Asking(byte_tokenizer(), scoring="first")
-    with pytest.raises(ValueError, match="outliers has no setting chat_template"):
+    with pytest.raises(ValueError, match=r"no setting 'outliers\.chat_template"):
         settings_of("outliers", {"chat_template": True})
 
 
@@ -345,7 +345,7 @@ def test_evaluate_take_the_template_and_a_wording_and_the_page_says_so(name, tmp
     }
     given = {"chat_template": True, "wording": words, "length": 400}
     settings = settings_of(name, given, more.get(name, ["samples=2"]), quick=True, lenient=True)
-    result = run_eval(name, lm, settings, tmp_path / "r.json", limit=2)
+    result = run_eval(name, lm, settings, tmp_path / "r.jsonl.gz", limit=2)
     prompts = [row["prompt"] for row in result.rows]
     assert any("Say " in prompt for prompt in prompts)
     if name != "many_shot":
@@ -353,7 +353,7 @@ def test_evaluate_take_the_template_and_a_wording_and_the_page_says_so(name, tmp
         assert all(prompt.endswith("<|endoftext|>assistant\n") for prompt in prompts)
     assert result.provenance["chat_template"] is True
     assert result.provenance["dtype"] == "float32"
-    page = write_evals_report(tmp_path / "r.json", tmp_path / "r.html").read_text()
+    page = write_report([tmp_path / "r.jsonl.gz"], tmp_path / "r.html").read_text()
     assert "asked through the tokenizer's chat template, in the user's words" in html.unescape(page)
 
 

@@ -142,11 +142,11 @@ def test_the_command(kind, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     settings = settings_of("outliers", {"corpus": str(text), "length": 100, "samples": 6})
-    result = run_eval("outliers", make(kind), settings, tmp_path / "out.json", limit=4)
+    result = run_eval("outliers", make(kind), settings, tmp_path / "out.jsonl.gz", limit=4)
     assert result.metrics["tokens"] == 400
     assert result.provenance["side"] == "validation"
     with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions"):
-        run_eval("outliers", make(kind), settings_of("outliers", {"length": 129}), tmp_path / "no.json")
+        run_eval("outliers", make(kind), settings_of("outliers", {"length": 129}), tmp_path / "no.jsonl.gz")
 
 
 def test_rows_do_not_overlap_and_follow_the_seed(tmp_path):
@@ -170,14 +170,20 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
         options = {"corpus": str(text), "length": 50, **sizes}
         more = ["rows=100", "bits=[16]"] if name == "quantization" else []
         with pytest.raises(ValueError, match=r"the held-out text of the corpus .* 100 rows of 50 .*--split all reads"):
-            run_eval(name, tiny_lm("diff"), settings_of(name, options, more), tmp_path / "no.json")
+            run_eval(name, tiny_lm("diff"), settings_of(name, options, more), tmp_path / "no.jsonl.gz")
         settings = settings_of(name, {**options, "split": "all"}, more)
-        assert run_eval(name, tiny_lm("diff"), settings, tmp_path / f"{name}.json", limit=2).provenance["side"] == "all"
-        settings, out = settings_of(name, options, more), tmp_path / f"{name}-gpt2.json"
+        assert (
+            run_eval(name, tiny_lm("diff"), settings, tmp_path / f"{name}.jsonl.gz", limit=2).provenance["side"]
+            == "all"
+        )
+        settings, out = settings_of(name, options, more), tmp_path / f"{name}-gpt2.jsonl.gz"
         assert run_eval(name, tiny_lm("gpt2"), settings, out, limit=2).provenance["side"] == "all"
     with pytest.raises(ValueError, match="split 'most'"):
         run_eval(
-            "outliers", tiny_lm("diff"), settings_of("outliers", {"split": "most", "length": 50}), tmp_path / "no.json"
+            "outliers",
+            tiny_lm("diff"),
+            settings_of("outliers", {"split": "most", "length": 50}),
+            tmp_path / "no.jsonl.gz",
         )
 
 

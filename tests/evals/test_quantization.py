@@ -285,7 +285,7 @@ def test_the_command(tmp_path):
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"data": str(tmp_path / "set.jsonl"), "corpus": str(text), "length": 50, "samples": 4}
     settings = settings_of("quantization", options, ["rows=3", "bits=[8, 4]", "granularity=head"])
-    result = run_eval("quantization", make("diff"), settings, tmp_path / "out.json", limit=2)
+    result = run_eval("quantization", make("diff"), settings, tmp_path / "out.jsonl.gz", limit=2)
     assert len(result.rows) == 2 * (2 + 2)
     assert {"accuracy_4bit", "accuracy_plain_8bit", "loss_4bit", "loss_4bit_change"} <= set(result.metrics)
     assert result.provenance["granularity"] == "head"

@@ -1,7 +1,5 @@
 """Loss by slice: a hand-worked case, the model's own loss, and a run that was interrupted."""
 
-import json
-
 import numpy as np
 import pytest
 import torch
@@ -13,6 +11,7 @@ from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.repeat_loss import evaluate_associative_recall, slice_metrics
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
+from diff_transformer.lab.rows import read_file
 from diff_transformer.model.presets import preset
 
 IDS = torch.tensor([[1, 2, 3, 1, 2, 4], [5, 6, 5, 6, 5, 6], [7, 7, 7, 7, 7, 7]])
@@ -98,9 +97,9 @@ def test_the_command(tmp_path):
     (tmp_path / "text.txt").write_text(text)
     lm = CausalLM(DiffTransformerForCausalLM(preset("debug", vocab_size=258)), byte_tokenizer(), "tiny")
     settings = settings_of("associative_recall", {"corpus": str(tmp_path / "text.txt"), "length": 100, "samples": 3})
-    result = run_eval("associative_recall", lm, settings, tmp_path / "r.json", limit=2)
-    assert json.loads((tmp_path / "r.json").read_text())["metrics"]["associative_recall"] == result.metrics
+    result = run_eval("associative_recall", lm, settings, tmp_path / "r.jsonl.gz", limit=2)
+    assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "associative_recall"
     assert len(result.rows) == 2
     assert result.provenance["tokens"] == 200
     with pytest.raises(ValueError, match="a row has 2048 tokens, more than the 128 positions of tiny"):
-        run_eval("associative_recall", lm, settings_of("associative_recall", {}), tmp_path / "other.json")
+        run_eval("associative_recall", lm, settings_of("associative_recall", {}), tmp_path / "other.jsonl.gz")

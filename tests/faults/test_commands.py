@@ -38,7 +38,7 @@ def right(texts, tmp_path) -> dict[str, list[str]]:
         "study": ["desk", "--corpus", str(texts), "--minutes", "1", "--out"],
         "eval": ["needle", "--model", model, "--quick", "--limit", "1", "--length", "256", "--out"],
         "bench": ["attention", "--grid", "1x1x8x8", "--out"],
-        "report": [str(ROOT / "figures/demo/results.json"), "--out"],
+        "report": [str(ROOT / "figures/demo/measured.jsonl.gz"), "--out"],
         "info": ["3B"],
         "convert": [model, "--to", "diffllama", "--out"],
         "generate": [model, "a", "--max-new-tokens", "1"],
@@ -49,7 +49,7 @@ def right(texts, tmp_path) -> dict[str, list[str]]:
 
 def wrong_lines(name: str, right: list[str], folder: Path) -> list[list[str]]:
     """The right line with one thing wrong."""
-    out = [str(folder / "new.json" if name in ("eval", "bench", "report") else folder / "new")]
+    out = [str(folder / "new.json" if name in ("bench", "report") else folder / "new")]
     right = right + out if right[-1] == "--out" else right
     lines = [[*right, "--no-such-option"], [*right, "one", "argument", "more"]]
     lines += [right[1:]] if name != "info" else []  # which lists all presets

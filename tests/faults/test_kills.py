@@ -1,6 +1,5 @@
 """kill -9 at random moments: what is resumed ends as an unbroken run, byte for byte."""
 
-import json
 import os
 import random
 import shutil
@@ -8,7 +7,6 @@ import signal
 import sys
 import time
 from collections import Counter
-from operator import attrgetter
 from pathlib import Path
 from typing import ClassVar
 
@@ -24,12 +22,14 @@ from killed_runs import (
 )
 
 from diff_transformer.lab import worker
-from diff_transformer.lab.compare import compare
+from diff_transformer.lab.compare import compare, read_comparison
 from diff_transformer.lab.pool import LOG, LocalProcesses
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_run
+from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.stages import SWEPT, Stage
 from diff_transformer.lab.study import run_study
+from diff_transformer.report.page import judged
 from diff_transformer.train.config import override
 from diff_transformer.train.training_data import load_training_data
 
@@ -98,9 +98,9 @@ def test_compare(forked_workers, texts, tmp_path, reliability):
     def assert_same(out: Path, other: Path):
         for side in ("diff", "softmax"):
             assert_same_record(*(one / "members" / f"{side}-seed0" for one in (out, other)))
-        results = [json.loads((one / "results.json").read_text()) for one in (out, other)]
-        claims = [[claim for claim in one["claims"] if claim["id"] != "throughput"] for one in results]
-        assert claims[0] == claims[1]
+        verdicts = [judged(read_comparison(place))[1] for place in (out, other)]
+        claims = [{id: of for id, of in each.items() if id != "throughput"} for each in verdicts]
+        assert str(claims[0]) == str(claims[1])
 
     killed = killed_lives(lambda out: compare(config, out, jobs=2, resume=True), assert_same, tmp_path, seed=5)
     reliability(PART, "`compare`", killed)
@@ -109,11 +109,13 @@ def test_compare(forked_workers, texts, tmp_path, reliability):
 def test_study(forked_workers, texts, tmp_path, reliability):
     settings = [f"data.corpus={texts}", "data.max_bytes=null", "evaluation.more={}", *LEARNT]
     tiny, sides = override(recipe("debug"), settings), {side: {"attention": side} for side in ("diff", "softmax")}
-    sweep = Stage({"": tiny}, sides, (0,), (1e-3, 1e-2), "sweep/lr{rate:g}", (), attrgetter("final_loss"))
+    sweep = Stage(
+        {"": tiny}, sides, (0,), (1e-3, 1e-2), "sweep/lr{rate:g}", (), lambda record: record.metrics["validation_loss"]
+    )
     stages = [sweep, Stage({"main": tiny}, sides, (0,), SWEPT)]
 
     def assert_same(out: Path, other: Path):
-        records = sorted(record.parent.relative_to(other) for record in other.rglob("record.json"))
+        records = sorted(record.parent.relative_to(other) for record in other.rglob(FILE))
         assert len(records) == 6
         for record in records:
             assert_same_record(out / record, other / record)
@@ -223,6 +225,8 @@ def assert_same_record(folder: Path, other: Path):
     weights = [(place / "run/model/model.safetensors").read_bytes() for place in (folder, other)]
     assert weights[0] == weights[1]
     assert history(folder / "run") == history(other / "run")
-    assert one.metrics == two.metrics
-    assert one.rows == two.rows
+    assert one.rows.experiments == two.rows.experiments
+    for name in one.rows.experiments:
+        first, second = (record.rows[name].drop(columns="tokens_per_second", errors="ignore") for record in (one, two))
+        assert first.to_json() == second.to_json(), name
     assert one.config == two.config

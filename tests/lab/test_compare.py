@@ -16,14 +16,15 @@ from transformers import AutoModelForCausalLM
 
 from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.errors import UserError
-from diff_transformer.lab.compare import compare, measure_speed
+from diff_transformer.lab.compare import compare, measure_speed, read_comparison
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.record import load_all
+from diff_transformer.lab.record import load_records
+from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.lab.worker import more_experiments
-from diff_transformer.report import is_comparison, write_report
-from diff_transformer.report.comparison import corpus_label, load_comparison
+from diff_transformer.report import write_report
+from diff_transformer.report.words import corpus_of
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
@@ -41,52 +42,40 @@ def settings(assignments):
 @pytest.fixture(scope="module")
 def finished(settings, tmp_path_factory):
     out = tmp_path_factory.mktemp("compare") / "out"
-    summary = compare(override(recipe("debug"), settings), out)
-    return out, summary
+    return out, compare(override(recipe("debug"), settings), out)
 
 
 def test_everything_is_written(finished):
-    out, summary = finished
-    assert json.loads((out / "results.json").read_text()) == json.loads(json.dumps(summary))
+    out, verdicts = finished
     for side in ("diff", "softmax"):
         member = out / "members" / f"{side}-seed0"
         model = AutoModelForCausalLM.from_pretrained(member / "run" / "model")
         assert model.config.attention == side
         assert list((member / "run" / "tensorboard").glob("events*"))
-    diff, softmax = load_all(out)
-    (whole,) = load_all(out / "members" / "softmax-seed0")
-    assert (diff.side, softmax.side, whole.seed) == ("diff", "softmax", 0)
-    assert whole.rows["needle"] == softmax.rows["needle"] != []
-    assert whole.metrics.keys() == softmax.metrics.keys() - {"throughput", "recall"} | {"gradients", "model"}
-    assert softmax.curves["recall"]["step"] == [0, 2]
-    page = (out / "report.html").read_text()
-    assert "<html" in page
-    assert [entry["title"] for entry in softmax.rows["explorer"]] == [
-        "One needle", "Two needles, one asked for", "Key-value recall in noise"
-    ]  # fmt: skip
-    assert not any(entry["rows"] for entry in summary["evals"])  # once, in the records
-    shown = load_comparison(out)
-    assert json.loads(json.dumps(shown.about["claims"])) == summary["claims"]
-    assert load_comparison(out / "results.json") == shown
-    always = {"associative_recall", "needle", "allocation", "outliers", "throughput", "recall"}
-    assert {e["eval"] for e in summary["evals"]} == always | {"long_nll"}
-    ids = [claim["id"] for claim in summary["claims"]]
-    assert ids == [
+    (whole,) = load_records(out / "members" / "softmax-seed0")
+    assert (whole.setting, whole.side, whole.seed) == ("debug", "softmax", 0)
+    assert {
         "loss",
-        "recall",
-        "ar_hit",
-        "others",
-        "needle_n1_r1",
-        "needle_n2_r1",
         "answer",
         "noise",
         "logits",
-        "logits_in_medians",
-        "hidden",
-        "hidden_in_medians",
-        "throughput",
-        "long_nll",
-    ]
+        "validation_loss",
+        "parameters",
+        "flops_per_token",
+    } <= whole.metrics.keys()
+    assert "<html" in (out / "report.html").read_text()
+    rows = read_comparison(out)
+    assert (rows.sides, rows.settings) == (["diff", "softmax"], ["debug", ""])
+    assert [*rows.only(side="softmax")["recall_curve"]["step"]] == [0, 2]
+    assert len(rows["validation"]) == len(rows.only(setting="debug")["validation"]) > 0
+    assert [entry["title"] for entry in rows.only(side="softmax")["explorer"]["entry"]] == [
+        "One needle", "Two needles, one asked for", "Key-value recall in noise"
+    ]  # fmt: skip
+    assert rows.about("comparison")["seeds"] == 1
+    assert list(verdicts) == [
+        "loss", "recall", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "answer", "noise", "logits",
+        "logits_in_medians", "hidden", "hidden_in_medians", "throughput", "long_nll",
+    ]  # fmt: skip
 
 
 def test_both_sides_saw_the_same(finished):
@@ -109,7 +98,7 @@ def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(fin
     diff, softmax = (RunSpec.load(out / "recall" / f"{side}-seed0").config for side in ("diff", "softmax"))
     assert (diff.model.pop("attention"), softmax.model.pop("attention")) == ("diff", "softmax")
     assert diff == softmax
-    entry = load_all(out)[1].rows["explorer"][-1]
+    entry = read_comparison(out).only(side="softmax")["explorer"]["entry"].iloc[-1]
     key, place = entry["tokens"][-1], entry["answer_span"][0]
     assert entry["tokens"].count("·") == 16
     assert entry["tokens"].index(key) + 1 == place
@@ -117,7 +106,7 @@ def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(fin
 
 
 def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
-    out, summary = finished
+    out, verdicts = finished
     config = override(recipe("debug"), settings)
     with pytest.raises(UserError, match="holds a comparison already"):
         compare(config, out)
@@ -125,34 +114,31 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
         compare(override(config, ["optim.lr=0.001"]), out, resume=True)
     model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
     before = model.read_bytes()
-    request = json.loads((out / "compare.json").read_text())
-    del request["config"]["train"]["prefetch"]  # as if an earlier version had written it, with no record of DIFF either
-    (out / "compare.json").write_text(json.dumps(request))
-    member = out / "members" / "diff-seed0"
-    (member / "record.json").unlink()
-    (member / "request.json").write_text(json.dumps(RunSpec.load(member).config.to_dict()))
+    (out / "members" / "diff-seed0" / FILE).unlink()
     again = compare(config, out, resume=True)
     assert model.read_bytes() == before
-    assert again["claims"] == summary["claims"]
-    assert again["curves"] == summary["curves"]
+    for id, of in verdicts.items():
+        assert again[id]["softmax"].difference == of["softmax"].difference
 
 
 def test_time_ends_with_everything_saved_and_the_page_is_made_later(finished, settings, tmp_path, monkeypatch, capsys):
-    """The records of a comparison that was made without the report's packages give the page anywhere."""
+    """The rows of a comparison that was made without the report's packages give the page anywhere."""
     first, _ = finished
     config = override(recipe("debug"), settings)
     assert compare(config, tmp_path / "short", minutes=1e-6, report=False) == {}
     assert "0 of 4 models are finished; the same command with --resume goes on" in capsys.readouterr().out
     shutil.copytree(first, tmp_path / "whole")
-    for name in ("results.json", "report.html"):
-        (tmp_path / "whole" / name).unlink()
+    (tmp_path / "whole" / "report.html").unlink()
     monkeypatch.setattr("diff_transformer.report.page.require_installed", lambda: pytest.fail("asked for the extra"))
     assert compare(config, tmp_path / "whole", resume=True, report=False) == {}
     assert "diff-transformer report " in capsys.readouterr().out
     assert not (tmp_path / "whole" / "report.html").exists()
     monkeypatch.undo()
-    assert is_comparison(tmp_path / "whole")
-    assert write_report(load_comparison(tmp_path / "whole"), tmp_path / "page.html").exists()
+    assert write_report(read_comparison(tmp_path / "whole"), tmp_path / "page.html").exists()
+    (tmp_path / "whole" / "members" / "softmax-seed0" / FILE).unlink()
+    verdicts = compare(config, tmp_path / "whole", resume=True, minutes=1e-6)
+    assert "recall" in verdicts  # the small models are finished
+    assert "loss" not in verdicts
 
 
 @pytest.fixture
@@ -190,11 +176,6 @@ def test_seeds_can_be_added_and_not_taken_away(assignments, trained_by, tmp_path
     assert {name: trained_by[1][name] for name in trained_by[0]} == trained_by[0]
     with pytest.raises(ValueError, match=r"of 3 seeds, more than the given 1; give --seeds 3 to continue"):
         compare(config, out, resume=True)
-    saved = json.loads((out / "compare.json").read_text())
-    del saved["config"]["train"]["prefetch"]  # of a version that did not have it
-    (out / "compare.json").write_text(json.dumps(saved))
-    with pytest.raises(KeyboardInterrupt):
-        compare(config, out, seeds=3, resume=True)
 
 
 def test_strange_folders_are_left_alone(assignments, tmp_path):
@@ -209,7 +190,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(assignmen
         compare(override(config, ['model.rope_parameters={"rope_type": "linear"}']), out)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vl_convert" else found(name))
-    with pytest.raises(UserError, match="a report needs vl_convert; install with"):
+    with pytest.raises(UserError, match="the report needs vl_convert; install with"):
         compare(config, out)
     assert not out.exists()
 
@@ -249,7 +230,7 @@ def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, m
     with pytest.raises(MemoryError, match=r"Tried to allocate 3 GiB$"):
         measure_speed(recipe("debug"), tmp_path, ["diff"])
     assert torch.get_num_threads() == threads
-    assert not (tmp_path / "throughput.json").exists()
+    assert not (tmp_path / "throughput.jsonl.gz").exists()
 
 
 class Waiting:
@@ -287,12 +268,12 @@ def test_what_is_measured_and_the_report_name_the_corpora_that_were_trained_on(f
     config = recipe("debug")
     config.data.corpora = one
     assert more_experiments(config)["long_nll"].corpus == str(folders / "prose")
-    assert corpus_label(config.data) == "prose"
+    assert corpus_of(config.to_dict()["data"]) == "prose"
     config.data.corpora = two
-    assert corpus_label(config.data) == "prose 75 %, code 25 %"
+    assert corpus_of(config.to_dict()["data"]) == "prose 75 %, code 25 %"
     config.evaluation.more["long_nll"] = {"corpus": str(folders / "code")}
     assert more_experiments(config)["long_nll"].corpus == str(folders / "code")
-    assert corpus_label(recipe("debug").data) == "python"
+    assert corpus_of(recipe("debug").to_dict()["data"]) == "python"
 
 
 def test_one_corpus_has_to_be_chosen_of_several_for_an_experiment_that_reads_one(folders, tmp_path):

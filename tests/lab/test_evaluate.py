@@ -1,7 +1,6 @@
 """Plans of several experiments: refusals before anything runs, and the settings of each experiment."""
 
 import ast
-import importlib.util
 import inspect
 import os
 from dataclasses import fields
@@ -15,13 +14,22 @@ from typer.testing import CliRunner
 from diff_transformer.cli import app
 from diff_transformer.errors import UserError
 from diff_transformer.evals import long_nll
-from diff_transformer.evals.types import Result
 from diff_transformer.lab import evaluate
-from diff_transformer.lab.evaluate import Plan, check_models, experiment, names_of, run_eval, settings_of
-from diff_transformer.lab.suite import labels_of, run_suite
+from diff_transformer.lab.evaluate import (
+    Plan,
+    check_models,
+    experiment,
+    labels_of,
+    names_of,
+    run_eval,
+    run_suite,
+    settings_of,
+)
+from diff_transformer.lab.record import load_records
+from diff_transformer.lab.rows import read_file
 
 
-@pytest.mark.parametrize("name", ["ablation", "scaling"])
+@pytest.mark.parametrize("name", ["scaling"])
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -37,9 +45,9 @@ def test_what_is_of_a_model_is_refused_where_none_runs(name, options, said):
 
 def test_models_beside_experiments_without_one():
     check_models(Plan(names_of("all", quick=True), ["m"], dtype="float32"))
-    check_models(Plan(["ablation"], []))
+    check_models(Plan(["scaling"], []))
     with pytest.raises(ValueError, match="no model; give --model"):
-        check_models(Plan(["ablation", "needle"], []))
+        check_models(Plan(["scaling", "needle"], []))
 
 
 def test_a_folder_that_may_not_be_written_to_is_said_before_a_model_is_read(tmp_path, monkeypatch):
@@ -48,23 +56,12 @@ def test_a_folder_that_may_not_be_written_to_is_said_before_a_model_is_read(tmp_
         run_suite(Plan(["needle", "outliers"], ["/nowhere"]), tmp_path / "out")
 
 
-def test_an_ablation_without_the_extra_for_training_writes_nothing(tmp_path, monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "lightning" else found(name))
-    settings = settings_of("ablation", {}, quick=True)
-    with pytest.raises(UserError, match="training needs lightning; install with"):
-        run_eval("ablation", None, settings, tmp_path / "one.json")
-    with pytest.raises(UserError, match="training needs lightning; install with"):
-        run_suite(Plan(["ablation"], [], quick=True), tmp_path / "out")
-    assert not any(tmp_path.iterdir())
-
-
 @pytest.mark.parametrize("samples", [10.5, True, "10"])
 def test_settings_made_in_python_are_checked_too(samples, tmp_path):
     from diff_transformer.evals.needle import Settings
 
     with pytest.raises(ValueError, match=f"needle.samples is {samples!r}; input should be a valid integer"):
-        run_eval("needle", None, Settings(samples=samples), tmp_path / "r.json")
+        run_eval("needle", None, Settings(samples=samples), tmp_path / "r.jsonl.gz")
 
 
 @pytest.mark.parametrize("seed", [-5, 10**22])
@@ -77,7 +74,6 @@ def test_a_seed_that_some_generator_does_not_take(seed):
     ("name", "assignment", "message"),
     [
         ("needle", "lengths=64", "needle.lengths is 64; input should be a valid array"),
-        ("ablation", "rows=diff", "ablation.rows is 'diff'; input should be a valid array"),
         ("needle", "cells=[4]", "needle.cells.0 is 4; input should be a valid array"),
         ("long_nll", "allow_beyond=yes", "long_nll.allow_beyond is 'yes'; input should be a valid boolean"),
         ("needle", "colour=red", "no setting 'needle.colour'"),
@@ -102,14 +98,13 @@ def test_an_experiment_of_a_user_s_file_runs_like_one_of_ours(tmp_path):
     model = save_tiny_model(tmp_path / "tiny")
     command = ["eval", str(MINE), "--model", str(model), "--quick", "--set", "length=8", "--out"]
     assert len(MINE.read_text().splitlines()) <= 41
-    done = CliRunner().invoke(app, [*command, str(tmp_path / "one.json")])
-    assert done.exit_code == 0, done.output
-    result = Result.load(tmp_path / "one.json")
-    assert (result.eval, len(result.rows), result.provenance["length"]) == ("my_experiment", 8, 8)
-    assert result.metrics["repeat_loss"] == pytest.approx(np.log(260), abs=1)  # random weights guess
     done = CliRunner().invoke(app, [*command, str(tmp_path / "many")])
     assert done.exit_code == 0, done.output
-    assert Result.load(tmp_path / "many" / "my_experiment" / "tiny.json").rows == result.rows
+    (record,) = load_records(tmp_path / "many")
+    assert (record.side, len(record.rows["my_experiment"])) == ("tiny", 8)
+    assert record.rows.about("my_experiment")["length"] == 8
+    found = record.rows.metric("my_experiment", "repeat_loss")["value"]
+    assert [*found] == [pytest.approx(np.log(260), abs=1)]  # random weights guess
     assert "My experiment" in (tmp_path / "many" / "report.html").read_text()
 
 
@@ -170,7 +165,7 @@ def test_an_interrupted_run_goes_on_with_settings_that_change_nothing(tmp_path, 
     for name in "ab":
         (tmp_path / "books" / f"{name}.txt").write_text("a text of some length\n" * 9)
     settings = {"corpus": str(tmp_path / "books"), "split": "all", "length": 32}
-    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "r.json"
+    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "r.jsonl.gz"
     losses, calls = long_nll.position_losses, []
 
     def interrupted(*given, **options):
@@ -194,15 +189,18 @@ def test_an_interrupted_run_goes_on_with_settings_that_change_nothing(tmp_path, 
 )
 def test_numbers_out_of_range_are_refused(name, setting, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        run_eval(name, save_tiny_model(tmp_path / "model"), setting, tmp_path / "r.json", quick=True)
+        run_eval(name, save_tiny_model(tmp_path / "model"), setting, tmp_path / "r.jsonl.gz", quick=True)
 
 
 def test_a_script_names_the_model_and_the_settings(tmp_path):
     """A folder, settings by name over the quick ones, and paths as text; a wrong name writes nothing."""
     save_tiny_model(tmp_path / "model")
     with pytest.raises(ValueError, match=r"no setting 'outliers.sample'; did you mean outliers.samples"):
-        run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.json"))
-    assert not (tmp_path / "one.json").exists()
-    result = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.json"), quick=True)
+        run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.jsonl.gz"))
+    assert not (tmp_path / "one.jsonl.gz").exists()
+    result = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.jsonl.gz"), quick=True)
     assert (result.provenance["length"], result.provenance["samples"]) == (32, 32)
-    assert Result.load(tmp_path / "one.json").metrics == result.metrics
+    rows = read_file(tmp_path / "one.jsonl.gz")
+    assert max(row["logits_top1"] for row in rows if row["experiment"] == "outliers") == result.metrics["logits_top1"]
+    with pytest.raises(ValueError, match=r"two.json does not end with .jsonl.gz"):
+        run_eval("outliers", tmp_path / "model", {}, tmp_path / "two.json")

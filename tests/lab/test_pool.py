@@ -11,7 +11,7 @@ from rich.console import Console
 from diff_transformer.lab import pool
 from diff_transformer.lab.pool import RunFailed, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.record import Record, finished
+from diff_transformer.lab.rows import FILE, finished, row, write_rows
 from diff_transformer.lab.spec import RunSpec, everything
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
@@ -35,7 +35,7 @@ class Worker:
         if self.asked < 3 or self.code is None:
             return None
         if self.code == 0:
-            Record("s", self.folder.name, 0).save(self.folder / "record.json")
+            write_rows(self.folder / FILE, [row("model", self.folder.name, parameters=1)])
         return self.code
 
     def send_signal(self, number):
@@ -72,7 +72,7 @@ def nothing(folder, status):
 
 
 def test_runs_start_in_order_a_few_at_a_time_and_finished_ones_do_not(runs):
-    Record("s", "b", 0).save(list(runs)[1] / "record.json")
+    write_rows(list(runs)[1] / FILE, [row("model", "b", parameters=1)])
     seen, workers = [], Workers({})
     run_pool(runs, jobs=1, show=lambda folder, status: seen.append(folder.name), executor=workers)
     assert workers.log == [("a", "started"), ("c", "started")]

@@ -1,6 +1,5 @@
 """The plan and the driver of a study: finished runs are skipped, interrupted ones continue, failures are reported."""
 
-from operator import attrgetter
 from pathlib import Path
 
 import pytest
@@ -11,9 +10,11 @@ from ladder.plan import stages as ladder_stages
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.record import Record, load_all
+from diff_transformer.lab.record import load_records
+from diff_transformer.lab.rows import FILE, row, write_rows
 from diff_transformer.lab.stages import SWEPT, Stage, load_stages
 from diff_transformer.lab.study import Progressed, best_rates, run_study
+from diff_transformer.lab.tidy import rows_of_curves
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
 from diff_transformer.model.head_norm_init import matched_head_norm_init
 from diff_transformer.train.config import override
@@ -27,7 +28,7 @@ def tiny(texts, *more):
     return override(recipe("debug"), [*settings, "evaluation.more={}", *more])
 
 
-def sweep(texts, *more, score=attrgetter("final_loss")):
+def sweep(texts, *more, score=lambda record: record.metrics["validation_loss"]):
     return Stage({"": tiny(texts, *more)}, PAIR, (0,), (1e-3, 1e-2), "sweep/lr{rate:g}", (), score)
 
 
@@ -36,14 +37,12 @@ def study(texts, *more):
 
 
 def keep(out, specs, *finals, name="validation", key="loss", diverged=()):
-    """The records of finished runs, each with the last value of its curve."""
+    """The rows of finished runs, each with the last value of its curve."""
     for spec, final in zip(specs, finals, strict=True):
-        said = "step 3: loss nan" if final in diverged else None
-        curves = {name: {key: [0.9, final]}}
-        config = spec.config.to_dict()
-        Record(spec.setting, spec.side, spec.seed, config, curves=curves, diverged=said).save(
-            out / spec.key / "record.json"
-        )
+        facts = {"config": spec.config.to_dict()} | ({"diverged": "step 3: loss nan"} if final in diverged else {})
+        rows = [*rows_of_curves({name: {"step": [0, 4], key: [0.9, final]}}, *spec.identity)]
+        rows += [row("about", *spec.identity, of="run", example=k, key=k, value=value) for k, value in facts.items()]
+        write_rows(out / spec.key / FILE, rows)
 
 
 def test_each_side_takes_its_own_best_rate(texts, tmp_path):
@@ -96,10 +95,10 @@ def test_a_plan_of_a_user_is_named_by_its_file(texts, tmp_path):
 
 
 def test_short_names_are_those_of_a_clone(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"no study 'recal' .*'recall'\?\); there are: desk, .*, or"):
+    with pytest.raises(ValueError, match=r"no study 'recal' .*'recall'\?\); there are: ablation, desk, .*, or"):
         load_stages("recal")
     monkeypatch.setattr("diff_transformer.lab.stages.FIGURES", tmp_path)  # as an installed package has none
-    with pytest.raises(ValueError, match="no study 'recall'; there are: the Python file of a plan"):
+    with pytest.raises(ValueError, match="no study 'recall'; there are: ablation, or the Python file of a plan"):
         load_stages("recall")
 
 
@@ -139,12 +138,6 @@ def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
     assert cell.differences(folder) == []
     (other,) = [spec for spec in sweep(texts, "train.compile=true").specs({}) if spec.key == cell.key]
     assert other.differences(folder) == []  # as for `train --resume`
-    (folder / "request.json").unlink()
-    config = cell.config.to_dict()
-    config["optim"]["lr"] = 0.5
-    Record(cell.setting, cell.side, cell.seed, config).save(folder / "record.json")
-    with pytest.raises(ValueError, match=r"lr: 0\.5 against 0\.001"):
-        run_study(study(texts), tmp_path)
 
 
 def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
@@ -154,7 +147,7 @@ def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
 
 
 def test_a_sweep_may_be_scored_by_another_number(texts, tmp_path):
-    stage = sweep(texts, score=lambda record: -record.curves["recall"]["accuracy"][-1])
+    stage = sweep(texts, score=lambda record: -record.rows["recall_curve"]["accuracy"].iloc[-1])
     keep(tmp_path, stage.specs({}), 0.3, 0.2, 0.4, 0.5, name="recall", key="accuracy")
     assert best_rates(stage, {}, tmp_path) == {"diff": 1e-3, "softmax": 1e-2}
 
@@ -168,7 +161,7 @@ def test_later_stages_share_the_folder(texts, tmp_path):
     specs = {spec.key: spec for stage in stages for spec in stage.specs(rates)}
     keep(tmp_path, specs.values(), *(spec.config.optim.lr for spec in specs.values()))
     assert run_study(stages, tmp_path) == Progressed(len(specs), len(specs)) == Progressed(8, 8)
-    (tmp_path / "later" / "softmax-seed1" / "record.json").rename(tmp_path / "elsewhere")
+    (tmp_path / "later" / "softmax-seed1" / FILE).rename(tmp_path / "elsewhere")
     assert run_study(stages[:2], tmp_path) == Progressed(6, 6)
 
 
@@ -180,16 +173,16 @@ def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
     assert first.total == 6
     done = run_study(study(texts), out, jobs=2)
     assert (done.finished, done.total) == (6, 6)
-    (record,) = load_all(out / "main/diff-seed0")
-    assert record.identity == ("main", "diff", 0)
-    assert record.metrics["needle"].keys() >= {"n1_r1", "chance"}
-    assert record.steps == 4
-    assert len(record.curves["validation"]["loss"]) == 2
-    assert len(load_all(out)) == 6
-    assert not (out / "sweep/lr0.01/diff-seed0/evals").exists()
-    times = {path: path.stat().st_mtime_ns for path in out.rglob("record.json")}
+    (record,) = load_records(out / "main/diff-seed0")
+    assert (record.setting, record.side, record.seed) == ("main", "diff", 0)
+    assert "needle_n1_r1" in record.metrics
+    assert record.config["train"]["steps"] == 4
+    assert len(record.rows["validation"]) == 2
+    assert len(load_records(out)) == 6
+    assert not (out / "sweep/lr0.01/diff-seed0/parts").exists()
+    times = {path: path.stat().st_mtime_ns for path in out.rglob(FILE)}
     run_study(study(texts), out, jobs=2)
-    assert times == {path: path.stat().st_mtime_ns for path in out.rglob("record.json")}
+    assert times == {path: path.stat().st_mtime_ns for path in out.rglob(FILE)}
 
 
 def test_a_cell_that_fails_is_named_with_its_reason(texts, tmp_path):
@@ -264,7 +257,18 @@ def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch, measured,
     seen = loop.learning_rate
     monkeypatch.setattr(loop, "learning_rate", lambda at, *more: float("nan") if at == step else seen(at, *more))
     record = run(tmp_path)
-    assert load_all(tmp_path) == [record]
+    assert [found.diverged for found in load_records(tmp_path)] == [record.diverged]
     assert record.diverged.startswith(f"step {step + 2}: loss nan")
-    assert record.metrics["gradients"]["logged"] == logged
-    assert record.metrics.keys() == {"gradients"}
+    assert len(record.rows["training"]) == logged
+    assert ("gradient_median" in record.metrics) == bool(logged)
+
+
+def test_the_ablation_is_a_study_of_seven_rows(texts):
+    (stage,) = load_stages("ablation", str(texts))
+    specs = stage.specs({})
+    assert len(specs) == 7 * 3
+    assert {spec.side for spec in specs} >= {"softmax", "diff", "diff_no_norm", "softmax_wide_norm"}
+    wide = next(spec.config.model for spec in specs if spec.side == "softmax_wide")
+    plain = next(spec.config.model for spec in specs if spec.side == "softmax")
+    assert wide["num_attention_heads"] * 2 == plain["num_attention_heads"]
+    assert {spec.measure for spec in specs} == {("associative_recall",)}

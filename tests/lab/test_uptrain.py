@@ -22,9 +22,10 @@ from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.lab import uptrain
-from diff_transformer.lab.compare import compare
+from diff_transformer.lab.compare import compare, read_comparison
 from diff_transformer.lab.recipes import recipe
-from diff_transformer.lab.record import comparison_records, finished, load_all
+from diff_transformer.lab.record import records_of
+from diff_transformer.lab.rows import finished
 from diff_transformer.lab.uptrain import read_source
 from diff_transformer.lab.worker import run
 from diff_transformer.model.card import label_of
@@ -96,7 +97,7 @@ def loaded(folder):
 def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(make, settings, here, tmp_path):
     source, out = make(LlamaConfig), tmp_path / "out"
     before = content(source)
-    summary = compare(settings, out, source=source, jobs=1)
+    verdicts = compare(settings, out, source=source, jobs=1)
     assert content(source) == before
     ids = torch.randint(0, 400, (2, 20))
     starts = {side: loaded(out / "initial" / side) for side in ARMS}
@@ -110,28 +111,23 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
     first = [json.loads((member / "run" / "metrics.jsonl").read_text().splitlines()[0]) for member in members]
     assert {line["rows"] for line in first} == {first[0]["rows"]}
     assert [line["validation_loss"] for line in first] == pytest.approx([first[1]["validation_loss"]] * 4, abs=1e-5)
-    records = {record.side: record for record in load_all(out)}
-    assert [*records] == [*ARMS, "source"]
-    assert {"long_nll", "gradient_flow"} <= records["source"].metrics.keys()
-    assert records["source"].metrics.keys() == records["wider"].metrics.keys() - {"throughput"}
+    records = {record.side: record for record in records_of(read_comparison(out))}
+    assert {*records} == {*ARMS, "source"}
+    assert {"long_nll", "gradient_flow"} <= {*records["source"].rows.experiments}
     assert not (out / "members" / "source-seed0" / "run").exists()
-    assert {claim["control"]["label"] for claim in summary["claims"]} == {"wider Transformer"}
-    (of_v2,) = [claim for claim in summary["claims_of"]["diff_v2"] if claim["id"] == "loss"]
-    for side, values in (
-        ("diff_v2", of_v2["diff"]),
-        ("softmax", of_v2["softmax"]),
-        ("wider", of_v2["control"]["values"]),
-    ):
-        assert values == pytest.approx([records[side].metrics["associative_recall"]["validation"]])
+    assert {other for of in verdicts.values() for other in of} == {"softmax", "wider"}
+    for side, values in (("softmax", verdicts["loss"]["softmax"]), ("wider", verdicts["loss"]["wider"])):
+        assert values.other_by_seed == {0: pytest.approx(records[side].metrics["loss"])}
     page = (out / "report.html").read_text()
     for said in (
         f"{label_of(str(source))}, made differential and trained further",
-        "The claims, of DIFF V2",
+        "Every other model against the Transformer",
         "Transformer before training",
     ):
         assert said in page
     assert compare(settings, out, source=source, jobs=1, resume=True, report=False) == {}
-    assert {record.side: record.metrics for record in load_all(out)} == {k: one.metrics for k, one in records.items()}
+    again = {record.side: record.metrics for record in records_of(read_comparison(out))}
+    assert again == {side: record.metrics for side, record in records.items()}
     with pytest.raises(ValueError, match=r"config\.data\.tokenizer"):
         compare(settings, out, source=make(Qwen3Config), resume=True)
 
@@ -162,7 +158,7 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
     assert [len(digests) for digests in rows.values()] == [1, 1]
     assert not (out / "members" / "source-seed1").exists()
     assert "the speed of training is not measured: 4 models with" in " ".join(capsys.readouterr().out.split())
-    assert len(comparison_records(out)) == 9
+    assert len(records_of(read_comparison(out))) == 9
     trained = out / "members" / "diff-seed1" / "run" / "model"
     card = (trained / "README.md").read_text()
     assert " with differential attention, trained\n" in card

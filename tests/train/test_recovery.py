@@ -181,7 +181,7 @@ def test_a_preempted_comparison_exits_0_and_resumes(assignments, tmp_path):
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
     assert "--resume" in errors
-    assert not (out / "results.json").exists()
+    assert not (out / "report.html").exists()
     assert latest_checkpoint(metrics.parent) is not None
     again = [*program, *command(out, settings, "--resume", name="compare")]
     done = subprocess.run(again, capture_output=True, text=True, check=True)

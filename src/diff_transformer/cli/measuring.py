@@ -9,14 +9,10 @@ from typing import Annotated, Any
 import typer
 
 from diff_transformer.cli.app import (
-    Address,
-    Engine,
-    GPUsPerRun,
     Resume,
     Set,
     app,
     computing,
-    executor,
     resumable,
     step_bars,
 )
@@ -29,10 +25,10 @@ def evaluate(
         str,
         typer.Argument(
             help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
-            "associative_recall, ablation, gradient_flow; all; or the Python file of one of yours."
+            "associative_recall, gradient_flow; all; or the Python file of one of yours."
         ),
     ],
-    out: Annotated[Path, typer.Option("--out", help="JSON file for one result, or a folder; must be new.")],
+    out: Annotated[Path, typer.Option("--out", help="Folder for the results and their page; must be new.")],
     models: Annotated[
         list[str] | None,
         typer.Option("--model", help="Folder with its tokenizer, hub name or preset; may be repeated."),
@@ -63,13 +59,10 @@ def evaluate(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
-    engine: Engine = "local",
-    address: Address = None,
-    gpus_per_run: GPUsPerRun = None,
     resume: Resume = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
-    from diff_transformer.lab.evaluate import TRAINS, Plan, names_of
+    from diff_transformer.lab.evaluate import Plan, names_of
 
     computing()
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
@@ -78,61 +71,34 @@ def evaluate(
         names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
         device=device, dtype=dtype, batch_size=batch_size,
     )  # fmt: skip
-    single = out.suffix == ".json" and len(plan.names) == 1 and len(plan.models) <= 1
-
-    def kept() -> bool:
-        return out.with_name(out.name + ".samples.jsonl").exists() if single else any(out.glob("*/*.json*"))
-
-    if single and engine == "ray" and name not in TRAINS:
-        raise UserError(
-            f"--engine ray gives each model a task, and {out} is one result; leave it out, or give a folder"
-        )
-    with resumable(out, kept):
-        cluster = executor(engine, out.parent if single else out, address, gpus_per_run)
-        with _bars() as bar:
-            failed = (_evaluate_one if single else _evaluate_many)(plan, out, resume, bar, cluster)
+    with resumable(out, lambda: any(out.glob("*/*.jsonl*"))), _bars() as bar:
+        failed = _evaluate(plan, out, resume, bar)
     if failed:
         raise typer.Exit(2)
 
 
-def _evaluate_one(plan, out: Path, resume: bool, bar, cluster) -> bool:
-    from diff_transformer.lab.evaluate import check_models, experiment, load_lm, run_eval, settings_of
+def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
+    from rich.console import Console
 
-    (name,) = plan.names
-    check_models(plan)
-    settings = settings_of(name, plan.options, plan.assignments, quick=plan.quick)
-    lm = None
-    if plan.models:
-        lm = load_lm(plan.models[0], device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
-    result = run_eval(name, lm, settings, out, limit=plan.limit, resume=resume, bar=bar(name), executor=cluster)
-    _print_note(result)
-    if hasattr(experiment(name), "table"):
-        from rich.console import Console
-
-        Console().print(experiment(name).table(result))
-    else:
-        for metric, value in result.metrics.items():
-            print(f"{metric:32} {shown_number(value)}")
-    print(f"result: {out}")
-    return False
-
-
-def _evaluate_many(plan, out: Path, resume: bool, bar, cluster) -> bool:
-    from diff_transformer.lab.suite import run_suite
-    from diff_transformer.report import write_evals_report
-    from diff_transformer.report.page import require_installed
+    from diff_transformer.lab.evaluate import experiment, run_suite
+    from diff_transformer.report.page import require_installed, write_report
 
     require_installed()
-    outcomes = run_suite(plan, out, resume=resume, bar=bar, executor=cluster)
+    outcomes = run_suite(plan, out, resume=resume, bar=bar)
     for outcome in outcomes:
+        print(
+            f"{outcome.name:20} {outcome.model or '':16} {outcome.error or outcome.path}",
+            file=sys.stderr if outcome.error else sys.stdout,
+        )
         if outcome.result:
             _print_note(outcome.result)
-    for outcome in outcomes:
-        told = outcome.error or outcome.path
-        print(f"{outcome.name:20} {outcome.model or '':16} {told}", file=sys.stderr if outcome.error else sys.stdout)
-    measured = [outcome.result for outcome in outcomes if outcome.result]
-    if measured:
-        print(f"report: {write_evals_report(measured, out / 'report.html', overwrite=True)}")
+            if hasattr(experiment(outcome.name), "table"):
+                Console().print(experiment(outcome.name).table(outcome.result))
+            elif len(plan.names) == 1:
+                for metric, value in outcome.result.metrics.items():
+                    print(f"{metric:32} {shown_number(value)}")
+    if any(outcome.error is None for outcome in outcomes):
+        print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
     return any(outcome.error for outcome in outcomes)
 
 
@@ -191,33 +157,36 @@ def bench(
 def report(
     results: Annotated[
         list[Path],
-        typer.Argument(
-            help="A comparison's folder or results.json; any number of results of `eval`; or a study's folder."
-        ),
+        typer.Argument(help="Folders of `compare`, `study` or `eval`, or files of rows (.jsonl.gz)."),
     ],
-    out: Annotated[Path, typer.Option("--out", help="HTML file to write.")],
+    out: Annotated[Path | None, typer.Option("--out", help="HTML file to write; with --figure an SVG file.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
+    table: Annotated[bool, typer.Option("--table", help="Print tables in Markdown instead.")] = False,
+    figure: Annotated[str | None, typer.Option(help="Draw this figure alone: losses, needles, recall, ...")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--setting", help="Of a study; may be repeated.")] = None,
+    sides: Annotated[list[str] | None, typer.Option("--side", help="A model; may be repeated.")] = None,
+    quantities: Annotated[list[str] | None, typer.Option("--quantity", help="Of --table; may be repeated.")] = None,
 ):
-    """Write the report of a comparison and print its claims, or the page of experiments or a study."""
+    """Write the page of results and print the claims; or print tables, or draw one figure."""
     from rich.console import Console
 
-    from diff_transformer.report import is_comparison, render_claims, write_evals_report, write_report
-    from diff_transformer.report.comparison import load_comparison
-    from diff_transformer.report.study_page import is_study, write_study_report
+    from diff_transformer.lab.compare import read_results
+    from diff_transformer.report.page import judged, terminal_table, write_picture, write_report
+    from diff_transformer.report.tables import markdown
 
-    if len(results) == 1 and is_study(results[0]):
-        print(f"report: {write_study_report(results[0], out, overwrite=overwrite)}")
-    elif len(results) == 1 and is_comparison(results[0]):
-        loaded = load_comparison(results[0])
-        page = write_report(loaded, out, overwrite=overwrite)
-        Console().print(render_claims(loaded.about))
-        print(f"report: {page}")
-    elif any((path / "results.json").exists() for path in results):
-        raise UserError(
-            "a page shows one comparison only; to overlay several, give their records (FOLDER/members/*/record.json)"
-        )
-    else:
-        print(f"report: {write_evals_report(list(results), out, overwrite=overwrite)}")
+    if (out is None) != table:
+        raise UserError("give --out FILE for a page or a figure, or --table for tables")
+    rows = read_results(*results)
+    rows = rows.only(**{name: [*of, ""] for name, of in (("setting", settings), ("side", sides)) if of})
+    if out is None:
+        return print(markdown(rows, quantities))
+    if figure is not None:
+        return print(f"figure: {write_picture(rows, figure, out, overwrite=overwrite)}")
+    page = write_report(rows, out, overwrite=overwrite)
+    ours, verdicts = judged(rows) if len([name for name in rows.settings if name]) < 2 else ("", {})
+    if verdicts:
+        Console().print(terminal_table(verdicts, ours))
+    print(f"report: {page}")
 
 
 @app.command()

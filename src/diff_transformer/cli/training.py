@@ -211,7 +211,10 @@ def prepare(
 @app.command()
 def study(
     name: Annotated[
-        str, typer.Argument(help="Python file of a plan; in a clone also a folder of figures/ that has one, as recall.")
+        str,
+        typer.Argument(
+            help="ablation, the Python file of a plan, or in a clone a folder of figures/ that has one, as recall."
+        ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder of the study; finished runs in it are kept.")],
     corpus: Annotated[

@@ -1,9 +1,6 @@
-"""``Result``: what every experiment returns. It is kept as a ``Record``."""
+"""``Result``: what every experiment returns; ``lab/tidy.py`` makes rows of it."""
 
 from dataclasses import asdict, dataclass, field
-from pathlib import Path
-
-from diff_transformer.lab.record import RecordError, of_result, read_json, records_of
 
 
 @dataclass(frozen=True)
@@ -26,22 +23,3 @@ class Result:
 
     def to_dict(self) -> dict:
         return asdict(self)
-
-    def save(self, path: Path):
-        """Write the result as the record of its model (``lab/record.py``), atomically; create its folder if needed."""
-        of_result(self).save(path)
-
-    @classmethod
-    def load(cls, path: Path) -> "Result":
-        """The object that ``save`` wrote to a file.
-
-        Raises:
-            RecordError: if the file holds anything else.
-        """
-        found = [(record, name) for record in records_of(read_json(path), path) for name in record.metrics]
-        if len(found) != 1:
-            raise RecordError(f"{path} holds {len(found)} results; give the file of one experiment on one model")
-        ((record, name),) = found
-        about = record.provenance.get(name, {})
-        model = f"{record.side}-seed{record.seed}" if "run" in about else record.side
-        return cls(name, model, record.metrics[name], record.rows.get(name, []), about)

@@ -1,4 +1,4 @@
-"""``compare``: train the matched pair over several seeds and write ``results.json`` and ``report.html``.
+"""``compare``: train the matched pair over several seeds and write ``report.html``.
 
 A comparison is a plan for the pool: each side with each seed, plus the variants. When all have finished, ``compare``
 times the models in turns, judges the claims, and writes the report.
@@ -22,21 +22,23 @@ from rich.console import Console
 from diff_transformer.checks import differences, first_line, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
-from diff_transformer.lab.record import comparison_records, finished, load_all, of_result, save_all
-from diff_transformer.lab.sides import PAIR, SOURCE, name_of
+from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, write_rows
+from diff_transformer.lab.sides import PAIR, SOURCE
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
+from diff_transformer.lab.tidy import rows_of
+from diff_transformer.lab.verdicts import Verdicts
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.card import label_of
 from diff_transformer.model.matching import VARIANTS
-from diff_transformer.report.comparison import REQUEST, comparison, export
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.run_folder import locked
 
+REQUEST = "compare.json"  # of a comparison's folder: seeds and configuration
+ABOUT, SPEED = f"comparison{ENDING}", f"throughput{ENDING}"
 ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
 
 
@@ -54,7 +56,7 @@ def compare(
     minutes: float | None = None,
     report: bool = True,
     console=None,
-) -> dict:
+) -> Verdicts:
     """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
 
     Both sides get the same data in the same order, batch, steps, learning rate and seed, and equal initial weights in
@@ -66,8 +68,8 @@ def compare(
             weights. The sides are then the source ("softmax"), its conversions ("diff" and "diff_v2") and, with as many
             parameters as "diff", the control ("wider"); all start with the source's logits, which are measured too
             ("source"). ``docs/pretrained_to_diff.md`` explains them.
-        out: folder for everything: ``results.json``, ``report.html``, ``members/SIDE-seedK/`` with ``run/model``
-            (Hugging Face format), TensorBoard files, metrics and ``record.json``.
+        out: folder for everything: ``report.html``, ``members/SIDE-seedK/`` with ``run/model`` (Hugging Face format),
+            TensorBoard files, metrics and ``rows.jsonl.gz``.
         settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}``.
         seeds: number of pairs; with ``resume`` it may be larger than before.
         jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
@@ -83,12 +85,12 @@ def compare(
         executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
             this machine.
         minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
-        report: judge the claims, and write ``results.json`` and ``report.html``, which needs the extra ``report``.
-            Without it the records are complete, and ``diff-transformer report OUT`` makes the page of them anywhere.
+        report: judge the claims and write ``report.html``, which needs the extra ``report``. Without it the rows are
+            complete, and ``diff-transformer report OUT`` makes the page of them anywhere.
 
     Returns:
-        The content of ``results.json``, an export for people: the rows of examples are in each model's ``record.json``.
-        Empty without ``report``, and if the time ended before the last model was finished.
+        The verdicts on the claims, by the quantity's id and the other side (``lab/verdicts.py``), from the models that
+        are finished. Empty without ``report``, and if there is no pair yet.
 
     Raises:
         FileExistsError: if ``out`` is not empty and ``resume`` is False.
@@ -148,7 +150,7 @@ def compare(
 def _compare(
     config: RunConfig, out: Path, names: list[str], seeds: int, specs: list[RunSpec], about: dict, pool: Callable,
     console: Console, started: float, report: bool,
-) -> dict:  # fmt: skip
+) -> Verdicts:  # fmt: skip
     about = {"seeds": seeds, "config": config.to_dict(), **about}
     _write(out / REQUEST, about)
     if names:
@@ -157,44 +159,75 @@ def _compare(
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
     done = sum(map(finished, runs))
-    if done < len(runs):
-        _seconds_spent(out, time.monotonic() - started)
-        console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
-        return {}
-    with console.status("timing all models in turns"):
-        try:
-            measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)])
-        except MemoryError as error:  # everything else is measured
-            console.print(f"the speed of training is not measured: {error}")
+    if done == len(runs):
+        with console.status("timing all models in turns"):
+            try:
+                measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)])
+            except MemoryError as error:  # everything else is measured
+                console.print(f"the speed of training is not measured: {error}")
     facts = {
         "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": _seconds_spent(out, time.monotonic() - started),
-        "provenance": provenance(),
+        **{name: value for name, value in about.items() if name != "config"},
     }
-    request = {**about, **facts}
-    _write(out / REQUEST, request)
+    rows = [row("about", "", of="comparison", example=key, key=key, value=value) for key, value in facts.items()]
+    write_rows(out / ABOUT, rows)
+    if done < len(runs):
+        console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
     if not report:
-        console.print(f"models and records: {out}; diff-transformer report {out} --out FILE judges them")
+        console.print(f"models and rows: {out}; diff-transformer report {out} --out FILE judges them")
         return {}
-    results = comparison(comparison_records(out), request)
-    summary = export(results)
-    _write(out / "results.json", summary)
+    return _report(out, console) if done else {}
 
-    from diff_transformer.report import render_claims, write_report
 
-    page = write_report(results, out / "report.html", overwrite=True)
-    console.print(render_claims(summary))
-    for side, claims in summary.get("claims_of", {}).items():
-        console.print(render_claims({"title": name_of(side), "claims": claims}))
-    console.print(f"report: {page}\nresults: {out / 'results.json'}\nmodels: {out}/members/*/run/model", soft_wrap=True)
-    return summary
+def _report(out: Path, console: Console) -> Verdicts:
+    """Judge what is finished, write the page and print the claims."""
+    from diff_transformer.report.page import judged, terminal_table, write_report
+
+    rows = read_comparison(out)
+    page = write_report(rows, out / "report.html", overwrite=True)
+    ours, verdicts = judged(rows)
+    if verdicts:
+        console.print(terminal_table(verdicts, ours))
+    console.print(f"report: {page}\nmodels: {out}/members/*/run/model", soft_wrap=True)
+    return verdicts
+
+
+def read_results(*sources: Path) -> Rows:
+    """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them."""
+    rows = Rows()
+    others = [source for source in sources if not (source / REQUEST).exists()]
+    if others:
+        rows = read_rows(*others)
+    for source in sources:
+        if source not in others:
+            rows = rows.joined(read_comparison(source))
+    return rows
+
+
+def read_comparison(out: Path) -> Rows:
+    """The rows of a comparison; of the small models of recall, what they recall and their attention maps alone."""
+    rows = read_rows(*(path for name in ("members", "recall") for path in sorted((out / name).glob(f"*/*{ENDING}"))))
+    small = rows.only(setting=RECALL)
+    main = rows.only(setting=[name for name in rows.settings if name != RECALL])
+    setting = next(iter(main.settings), RECALL)
+    small.frames = {
+        name: frame.assign(setting=setting)
+        for name, frame in small.frames.items()
+        if name == EXPLORER
+        or (name.startswith(RECALL) or name not in (*CURVES, "gradients", "model", "about", "metric"))
+    }
+    if len(small[f"{RECALL}_curve"]):  # not that of a main run whose mixture has recall
+        main.frames.pop(f"{RECALL}_curve", None)
+    more = [path for path in (out / ABOUT, out / SPEED) if path.exists()]
+    return main.joined(small).joined(Rows(each for path in more for each in read_file(path)))
 
 
 def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     """The speed of the trained models of the first seed, alone on the machine, with all threads.
 
-    It is measured once and kept in ``out/throughput.json``. All models are timed together, so that any two can be
+    It is measured once and kept in ``out/throughput.jsonl.gz``. All models are timed together, so that any two can be
     compared: again if one of ``sides`` is new. Their steps are those of the run, but for what it compiles.
 
     Raises:
@@ -207,8 +240,8 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     from diff_transformer.train.recompute import recompute
     from diff_transformer.train.weights import choose_weights
 
-    path = out / "throughput.json"
-    if path.exists() and {record.side for record in load_all(path)} >= set(sides):
+    path = out / SPEED
+    if path.exists() and {each["side"] for each in read_file(path)} >= set(sides):
         return
     folders = {side: out / "members" / f"{side}-seed0" / "run" / "model" for side in sides}
     _require_room_for_all(config, [*folders.values()])
@@ -232,7 +265,7 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
         raise MemoryError(first_line(error)) from None
     finally:
         torch.set_num_threads(threads)
-    save_all([of_result(result, setting=config.name) for result in results], path)
+    write_rows(path, [each for result in results for each in rows_of(result, result.model, setting=config.name)])
 
 
 def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:

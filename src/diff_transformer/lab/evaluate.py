@@ -6,8 +6,8 @@ An experiment is a module with
     QUICK               the fields that ``--quick`` changes, to try everything in minutes on a small model
     run(lm, settings, samples) -> Result
 
-An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model;
-``lab/suite.py`` runs several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or
+An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model,
+``run_suite`` several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or
 by its entry point in the group ``diff_transformer.experiments``; ``examples/my_experiment.py`` is one.
 """
 
@@ -27,14 +27,15 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.record import run_of
+from diff_transformer.lab.rows import ENDING, REQUEST, write_rows
+from diff_transformer.lab.tidy import rows_of
 from diff_transformer.lab.user_code import load_file
+from diff_transformer.model.card import label_of
 from diff_transformer.model.loading import fingerprint
 from diff_transformer.settings import build, parse
 
 if TYPE_CHECKING:
     from diff_transformer.evals.lm import CausalLM
-    from diff_transformer.lab.pool import Executor
 
 EXPERIMENTS = {  # in the order of the paper
     "harness": "Tables 1 and 8: lm-evaluation-harness, zero- and five-shot",
@@ -47,12 +48,9 @@ EXPERIMENTS = {  # in the order of the paper
     "outliers": "Table 5: largest attention logits and hidden states",
     "quantization": "Figure 8: quantised attention logits",
     "associative_recall": "Table 6: loss where the context can be recalled, and elsewhere",
-    "ablation": "Table 6: its seven rows, trained at any scale",
     "gradient_flow": "Appendix F: magnitudes of gradients, in a model and in its pair",
 }
 _MODULES = {"associative_recall": "repeat_loss"}  # where the name is another
-STUDIES = ("scaling", "ablation")  # they compare many models; their modules are in lab/
-TRAINS = ("ablation",)
 GROUP = "diff_transformer.experiments"  # of entry points
 
 
@@ -64,7 +62,7 @@ def experiment(name: str) -> ModuleType:
         ValueError: for an unknown name, or a module that is not an experiment.
     """
     if name in EXPERIMENTS:
-        return import_module(f"diff_transformer.{'lab' if name in STUDIES else 'evals'}.{_MODULES.get(name, name)}")
+        return import_module(f"diff_transformer.{'lab' if name == 'scaling' else 'evals'}.{_MODULES.get(name, name)}")
     if name.endswith(".py") and Path(name).is_file():
         module = load_file(name)
     else:
@@ -115,33 +113,33 @@ def run_eval(
     quick: bool = False,
     limit: int | None = None,
     resume: bool = False,
-    bar: Callable[[str, int, int], None] | None = None,
-    executor: "Executor | None" = None,
+    bar: "Bar | None" = None,
+    identity: tuple[str, int, str] | None = None,
 ) -> Result:
-    """Run one experiment on one model and save the result to ``out``; finished samples are kept beside it until then.
-
-    As ``diff-transformer eval NAME --model FOLDER --set samples=20 --out FILE``.
+    """Run one experiment on one model and write its rows to ``out``; finished samples are kept beside it until then.
 
     Args:
         name: of an experiment, or a file of Python with one.
         lm: a model's folder, hub name or preset; or a ``diff_transformer.evals.lm.CausalLM``, which has a model, its
-            tokenizer and the batch size. None for an experiment without a model (``scaling``, ``ablation``).
+            tokenizer and the batch size. None for an experiment without a model.
         settings: what differs from the experiment's defaults, by name, as ``{"samples": 20}``; or its ``Settings``.
-        out: JSON file to write, which ``load_records`` and ``diff-transformer report`` read.
+        out: file to write (``.jsonl.gz``), which ``load_records`` and ``diff-transformer report`` read.
         quick: start from the experiment's quick settings, for small models, where ``settings`` are given by name.
         limit: most samples of each part.
         resume: continue an interrupted run.
-        executor: of the runs of ``ablation``; no other experiment takes one.
+        identity: side, training seed and setting of the model; by default those of the training run that wrote its
+            folder, else its name.
 
     Returns:
         The metrics of the paper's table, a row for each example, and their provenance.
 
     Raises:
-        ValueError: for an unknown experiment or setting, or a run to resume that had other settings.
-        FileExistsError: if ``out`` exists, or holds an interrupted run and ``resume`` is False.
-        RuntimeError: if the experiment needs an extra that is not installed; nothing is written then.
+        UserError: for an unknown experiment or setting, a run to resume that had other settings, an ``out`` that exists
+            or has another ending, or an extra that is not installed; nothing is written then.
     """
     module, out = experiment(name), Path(out)
+    if not out.name.endswith(ENDING):
+        raise UserError(f"{out} does not end with {ENDING}, as files of rows do; choose another name")
     if out.exists():
         raise UserError(f"{out} exists; choose another file")
     require_installed(name)
@@ -150,31 +148,38 @@ def run_eval(
     settings = build(module.Settings, asdict(settings), f"{name}.")
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
-    free = {one.name for one in fields(settings) if one.metadata.get("changes_nothing")}
-    identity = _identity(lm)
+    free = {field.name for field in fields(settings) if field.metadata.get("changes_nothing")}
+    about = _about(lm)
     everything = {
-        "eval": name, "model": None if lm is None else lm.name, **identity, "limit": limit,
+        "eval": name, "model": None if lm is None else lm.name, **about, "limit": limit,
         **{key: value for key, value in asdict(settings).items() if key not in free},
     }  # fmt: skip
     journal = out.with_name(out.name + ".samples.jsonl")
     samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
-    more = {"executor": executor} if executor and name in TRAINS else {}
-    result = module.run(lm, settings, samples, **more)
-    result = replace(result, provenance=result.provenance | identity)
-    result.save(out)
+    result = module.run(lm, settings, samples)
+    result = replace(result, provenance=result.provenance | about)
+    write_rows(out, rows_of(result, *(identity or _identity(result.model, about.get("path", "")))))
     samples.done()
     return result
 
 
-def _identity(lm: "CausalLM | None") -> dict[str, Any]:
-    """Which model it is: its path and the fingerprint of its weights, its dtype and, of a training run of this package,
-    the run's setting, side and seed."""
+def _about(lm: "CausalLM | None") -> dict[str, Any]:
+    """Path, fingerprint of the weights and dtype of a model."""
     if not hasattr(lm, "model"):
         return {}
-    path = getattr(lm, "path", "")
-    about = {"path": path, "weights": fingerprint(lm.model), "dtype": str(lm.model.dtype).removeprefix("torch.")}
-    run = run_of(path)
-    return about | ({} if run is None else {"run": {key: run[key] for key in ("setting", "side", "seed")}})
+    dtype = str(lm.model.dtype).removeprefix("torch.")
+    return {"path": getattr(lm, "path", ""), "weights": fingerprint(lm.model), "dtype": dtype}
+
+
+def _identity(name: str, path: str) -> tuple[str, int, str]:
+    """Side, training seed and setting of the model in the folder ``path``: of the run that wrote it, else its name."""
+    folder = Path(path)
+    for place in (folder, *folder.parents[:2]) if path else ():
+        if (place / REQUEST).is_file():
+            run = read_json(place / REQUEST)
+            if isinstance(run, dict) and "side" in run:
+                return run["side"], run["seed"], run["setting"]
+    return name, 0, ""
 
 
 Bar = Callable[[str, int, int], None]
@@ -206,7 +211,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One experiment on one model: its file, and the result or the error."""
+    """One experiment on one model: its file, the result if it was measured by this call, or the error."""
 
     name: str
     model: str | None
@@ -218,10 +223,10 @@ class Outcome:
 def names_of(name: str, quick: bool) -> tuple[str, ...]:
     """The experiments that a name on the command line stands for.
 
-    "all" stands for every experiment that measures a model; with ``quick`` also for those that train or read tables.
+    "all" stands for every experiment that measures a model; with ``quick`` also for those that read tables.
     """
     if name == "all":
-        return tuple(n for n in EXPERIMENTS if quick or getattr(experiment(n), "NEEDS_MODEL", True))
+        return tuple(n for n in EXPERIMENTS if quick or _needs_model(n))
     experiment(name)
     return (name,)
 
@@ -252,42 +257,69 @@ def check_models(plan: Plan) -> None:
         )
 
 
-def on_model(
+def run_suite(
     plan: Plan,
-    model: str | None,
-    label: str | None,
     out: Path,
     *,
     resume: bool = False,
     bar: Callable[[str], Bar] | None = None,
-    executor: "Executor | None" = None,
 ) -> list[Outcome]:
-    """The part of ``run_suite`` on one model, or without a model if it is None. ``label`` names its files."""
-    outcomes, lm = [], None
-    for name in (name for name in plan.names if _needs_model(name) == (model is not None)):
-        path = result_path(out, name, label)
-        if path.exists():
-            outcomes.append(Outcome(name, label, path, Result.load(path)))
-            continue
-        if model is not None and lm is None:
-            lm = load_lm(model, device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
-            lm.name = str(label)
-        show = bar(f"{name} {label or ''}".strip()) if bar else None
-        try:
-            result = run_eval(
-                name, lm, settings_for(plan, name), path, limit=plan.limit, resume=resume, bar=show, executor=executor
-            )
-            outcomes.append(Outcome(name, label, path, result))
-        except Exception as error:
-            if len(plan.names) == 1:
-                raise
-            outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
+    """Run every experiment of ``plan`` on every model, one after another; write ``out/EXPERIMENT/MODEL.jsonl.gz``.
+
+    With a single experiment, an error is raised unchanged. With several, it is kept in the outcome, and the others run.
+
+    Args:
+        resume: continue in an existing folder: finished results are kept, interrupted ones continued.
+        bar: makes the progress bar of one experiment on one model from its title.
+
+    Raises:
+        UserError: before anything runs, for unknown names, settings or models, an extra that is missing, or an ``out``
+            that is not empty and not to be resumed, or holds a run of another plan.
+    """
+    for name in plan.names:
+        settings_for(plan, name)
+    check_models(plan)
+    if len(plan.names) == 1:
+        require_installed(plan.names[0])
+    labels = labels_of(plan.models)
+    open_folder(out, plan, resume)
+    outcomes: list[Outcome] = []
+    for model, label in [*zip(plan.models, labels, strict=True), (None, None)]:
+        lm = None
+        for name in (name for name in plan.names if _needs_model(name) == (model is not None)):
+            path = out / label_of_experiment(name) / f"{label or 'runs'}{ENDING}"
+            if path.exists():
+                outcomes.append(Outcome(name, label, path))
+                continue
+            try:
+                if model is not None and lm is None:
+                    lm = load_lm(model, device=plan.device, dtype=plan.dtype, batch_size=plan.batch_size)
+                    lm.name = str(label)
+                show = bar(f"{name} {label or ''}".strip()) if bar else None
+                settings = settings_for(plan, name)
+                result = run_eval(name, lm, settings, path, limit=plan.limit, resume=resume, bar=show)
+                outcomes.append(Outcome(name, label, path, result))
+            except Exception as error:
+                if len(plan.names) == 1:
+                    raise
+                outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
     return outcomes
 
 
-def result_path(out: Path, name: str, label: str | None) -> Path:
-    """The file of an experiment on a model, or without one, in the folder of a suite."""
-    return out / label_of_experiment(name) / f"{label or 'runs'}.json"
+def labels_of(models: Sequence[str]) -> list[str]:
+    """A name for each model, by which its results are called; all differ.
+
+    Raises:
+        UserError: for a model that is given twice.
+    """
+    twice = [model for place, model in enumerate(models) if model in models[:place]]
+    if twice:
+        raise UserError(f"--model {twice[0]} is given twice; give each model once")
+    for name in (label_of, lambda model: str(Path(model)).strip("./~").replace("/", "_")):
+        labels = [name(model) for model in models]
+        if len(set(labels)) == len(labels):
+            return labels
+    return [f"{label}-{number}" for number, label in enumerate(labels, 1)]
 
 
 def _needs_model(name: str) -> bool:

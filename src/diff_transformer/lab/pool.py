@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, read_status, start_worker
-from diff_transformer.lab.record import finished
+from diff_transformer.lab.rows import finished
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Interrupted, Stopped

@@ -1,32 +1,55 @@
 """The registry of quantities: what is measured on a model, its unit, how the paper says it differs, and how that is
-tested. Claims, tables of studies, figures and pages read it.
+tested. Claims, tables, figures and pages read it.
 
-A quantity has one value a model (``read``) and one interval for a difference of two models (``difference``). The
-interval is over training seeds and evaluation examples if there are at least three seeds, and over examples if not:
-then it covers *these* trained models, and another seed may give another result. A largest value has none over examples,
-because its bootstrap covers too seldom.
+A quantity is a function of rows: ``of`` gives one row an example, ``reduce`` goes from scores to a model's number. All
+functions here take the rows of one setting.
 """
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 import diff_transformer.lab.paper as paper
-from diff_transformer.lab.record import Record
-from diff_transformer.lab.stats import (
-    SEEDS_FOR_AN_INTERVAL,
-    Interval,
-    OverExamples,
-    mean,
-    over_examples,
-    over_seeds,
-    over_seeds_and_examples,
-)
+from diff_transformer.lab.rows import UNIT, Rows
+from diff_transformer.lab.stats import Average, Pairs, Reduce, average
 
-Rows = list[dict]  # of one experiment, as a record has them
-Scores = Callable[[Rows], np.ndarray]  # for each example, the values of its score: [examples, ...]
+if TYPE_CHECKING:
+    import pandas as pd
+
+GOAL = 0.9  # accuracy of recall whose first step is an outcome
+
+
+# ---- from scores [..., examples, columns] to numbers [...]
+
+
+def mean(scores: np.ndarray) -> np.ndarray:
+    return scores[..., 0].mean(-1)
+
+
+def median(scores: np.ndarray) -> np.ndarray:
+    return np.median(scores[..., 0], -1)
+
+
+def ratio_of_sums(scores: np.ndarray) -> np.ndarray:
+    sums = scores.sum(-2)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return sums[..., 0] / sums[..., 1]
+
+
+def largest(scores: np.ndarray) -> np.ndarray:
+    return scores[..., 0].max(-1)
+
+
+def largest_in_medians(scores: np.ndarray) -> np.ndarray:
+    """The largest value of all texts over the median of their medians, from columns (largest, median)."""
+    return scores[..., 0].max(-1) / np.median(scores[..., 1], -1)
+
+
+def best_minus_worst(scores: np.ndarray) -> np.ndarray:
+    """The range of the accuracies of the columns."""
+    return np.ptp(scores.mean(-2), axis=-1)
 
 
 @dataclass(frozen=True)
@@ -34,183 +57,218 @@ class Quantity:
     """A number of a model.
 
     Attributes:
-        name: what tables call it.
-        read: the number of a record, or None if the record lacks it.
-        better: how DIFF should differ according to the paper, "lower" or "higher"; "" where the paper says nothing.
-        untested: why a baseline's record cannot test the claim; "" where it can.
         id: its key in the registry.
-        experiment, key: where ``read`` finds it, ``record.metrics[experiment][key]``; "" for a number of a curve.
+        name: what tables call it.
         unit: of the number.
-        kind: "measured", or "computed" from the configuration.
-        claim: the paper's statement, or ours; "" for what only stands in tables.
+        better: how DIFF should differ according to the paper, "lower" or "higher"; "" where the paper says nothing.
+        experiment, columns: its scores; without columns, all that ``of`` adds.
+        of: from the rows of the experiment to one row an example, where a row is no example.
+        reduce: from scores to the model's number.
+        claim: the paper's statement; "" for what only stands in tables.
         paper: the paper's numbers, Transformer / DIFF; a dagger marks a third party's transcription.
         source: tables and figures of the paper.
-        scores: the score of each example, from the rows of ``experiment``; None if only ``read`` gives the number.
-        reduce: from scores to the model's number.
-        largest: whether ``reduce`` takes a largest value, which has no bootstrap interval.
+        figure: the page's figure that shows it.
         margin: how far on the wrong side of zero the difference may lie while the claim still holds.
         relative: compare by DIFF / Transformer - 1 instead of DIFF - Transformer.
+        untested: why the rows of a baseline cannot test the claim; "" where they can.
         ours: the paper does not make the claim; it stands apart and never counts among the paper's.
+        computed: from the configuration, not measured.
     """
 
+    id: str
     name: str
-    read: Callable[[Record], float | None]
-    better: str = ""
-    untested: Callable[[Record], str] | None = None
-    id: str = ""
-    experiment: str = ""
-    key: str = ""
-    unit: str = ""
-    kind: str = "measured"
+    unit: str
+    better: str
+    experiment: str
+    columns: tuple[str, ...]
+    of: "Callable[[pd.DataFrame], pd.DataFrame] | None" = field(default=None, repr=False)
+    reduce: Reduce = mean
     claim: str = ""
     paper: str = ""
     source: str = ""
-    scores: Scores | None = field(default=None, repr=False)
-    reduce: Callable[[np.ndarray], float] = mean
-    largest: bool = False
+    figure: str = ""
     margin: float = 0.0
     relative: bool = False
+    untested: Callable[[Rows, str], str] | None = None
     ours: bool = False
+    computed: bool = False
 
-    def value(self, record: Record) -> float:
-        """The number from the rows of examples, else from the metrics; NaN if there is none."""
-        scores = self.scored(record)
-        if scores is not None:
-            return float(self.reduce(scores)) if scores.size else math.nan
-        found = self.read(record)
-        return math.nan if found is None else found
+    @property
+    def threshold(self) -> float:
+        """The difference at which the claim stops to hold."""
+        return self.margin if self.better == "lower" else -self.margin
 
-    def scored(self, record: Record) -> np.ndarray | None:
-        """The score of each example; None if the record has no rows of them, or keeps other columns."""
-        rows = record.rows.get(self.experiment)
-        try:
-            return self.scores(rows) if rows and self.scores else None
-        except KeyError:
-            return None
+    @property
+    def bootstrap(self) -> bool:
+        """False for a largest value, whose bootstrap interval covers too seldom."""
+        return self.reduce not in (largest, largest_in_medians)
 
-    def why_untested(self, baselines: Sequence[Record]) -> str:
-        """Why most of the baselines cannot test the claim, or ""."""
-        reasons = [said for record in baselines if self.untested and (said := self.untested(record))]
-        return reasons[0] if len(reasons) > len(baselines) / 2 else ""
+    def examples(self, rows: Rows) -> "tuple[pd.DataFrame, list[str]]":
+        """One row an example, and the columns of its scores; examples without a finite score are left out."""
+        frame = rows[self.experiment]
+        frame = self.of(frame) if self.of and len(frame) else frame
+        columns = list(self.columns) or [name for name in frame if name not in UNIT]
+        frame = frame.reindex(columns=[*UNIT, *columns]).replace([np.inf, -np.inf], np.nan)
+        return frame.dropna(subset=columns), columns
 
+    def values(self, rows: Rows, side: str) -> dict[int, float]:
+        """Its number by training seed."""
+        frame, columns = self.examples(rows)
+        by_seed = frame[frame["side"] == side].groupby("seed")[columns]
+        found = {int(seed): float(self.reduce(of.to_numpy(float))) for seed, of in by_seed}
+        return {seed: value for seed, value in found.items() if np.isfinite(value)}
 
-def difference(quantity: Quantity, ours: Sequence[Record], theirs: Sequence[Record]) -> tuple[Interval, OverExamples]:
-    """The difference of two models, paired by seed, with its interval, and what of its variance is over examples.
+    def average(self, rows: Rows, side: str) -> Average:
+        """Its number of one side, with an interval: over examples where it is a mean of scores, else over seeds."""
+        if self.reduce is mean:
+            frame, (column,) = self.examples(rows)
+            by_seed = [of.to_numpy(float) for _, of in frame[frame["side"] == side].groupby("seed")[column]]
+            return average(by_seed, proportion=self.unit == "accuracy")
+        found = [*self.values(rows, side).values()]
+        of_seeds = average([np.array([value]) for value in found])
+        known = len(found) > 2
+        low, high = (of_seeds.low, of_seeds.high) if known else (np.nan, np.nan)
+        frame, _ = self.examples(rows)
+        return Average(of_seeds.mean, low, high, int((frame["side"] == side).sum()), len(found))
 
-    Args:
-        ours, theirs: a record for each seed, in the same order. All have the quantity.
-    """
-    few, relative = len(ours) < SEEDS_FOR_AN_INTERVAL, quantity.relative
-    scored = [[found for record in side if (found := quantity.scored(record)) is not None] for side in (ours, theirs)]
-    if any(len(found) < len(ours) for found in scored):
-        values = [(quantity.value(a), quantity.value(b)) for a, b in zip(ours, theirs, strict=True)]
-        found = over_seeds([a / b - 1 if relative else a - b for a, b in values])
-        return found._replace(low=None, high=None) if few else found, OverExamples()
-    if few:
-        found = over_examples(*scored, quantity.reduce, relative=relative)
-        return found._replace(low=None, high=None) if quantity.largest else found, OverExamples()
-    return over_seeds_and_examples(*scored, quantity.reduce, relative=relative)
+    def pairs(self, rows: Rows, ours: str, other: str) -> Pairs:
+        """The scores of examples that both sides have, in the same order, of each training seed that both have."""
+        frame, columns = self.examples(rows)
+        key = ["seed", "data_seed", "example"]
+        a, b = (frame[frame["side"] == side] for side in (ours, other))
+        both = a.merge(b, on=key, suffixes=("", "_other"), validate="one_to_one")
+        theirs = [f"{column}_other" for column in columns]
+        return {
+            int(seed): (of[columns].to_numpy(float), of[theirs].to_numpy(float)) for seed, of in both.groupby("seed")
+        }
 
-
-def metric(experiment: str, key: str, better: str = "", name: str | None = None, *, over: str = "", **more) -> Quantity:
-    """The metric ``key`` of ``experiment``, divided by its metric ``over`` if that is given."""
-
-    def read(record: Record) -> float | None:
-        found = record.metrics.get(experiment, {})
-        if not over or found.get(key) is None:
-            return found.get(key)
-        return found[key] / found[over] if found.get(over) else None
-
-    return Quantity(name or f"{experiment} {key}", read, better, experiment=experiment, key=key, **more)
-
-
-# ---- scores of examples
-
-
-def _column(name: str) -> Scores:
-    return lambda rows: np.array([row[name] for row in rows], dtype=float)
+    def why_untested(self, rows: Rows, other: str) -> str:
+        return self.untested(rows, other) if self.untested else ""
 
 
-def _columns(*names: str) -> Scores:
-    return lambda rows: np.array([[row[name] for name in names] for row in rows], dtype=float)
+# ---- from the rows of an experiment to one row an example
 
 
-def _ratio_of_sums(values: np.ndarray) -> float:
-    sums = values.sum(0)
-    return float(sums[0] / sums[1]) if sums[1] else math.nan
+def _last_step(frame: "pd.DataFrame") -> "pd.DataFrame":
+    last = frame.dropna(subset=["loss"]).sort_values("step", kind="stable").groupby(["side", "seed"]).tail(1)
+    return last.assign(example=0)
 
 
-def _in_medians(values: np.ndarray) -> float:
-    """The largest value of all texts divided by the median over texts, from rows of (largest, median)."""
-    return float(values[:, 0].max() / np.median(values[:, 1]))
+def _found(experiment: str, key: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The number ``key`` of an experiment, which no function of its rows gives."""
+    return lambda frame: frame[(frame["of"] == experiment) & (frame["key"] == key)].assign(example=0)
 
 
-def loss_up_to(edges: Sequence[int], position: int) -> Scores:
-    """For each book, its mean loss over the first ``position`` tokens: [books]; ``edges`` are those of its bins."""
-    bins = sum(edge <= position for edge in edges[1:])
-    return lambda rows: np.array([sum(row["sums"][:bins]) / sum(row["counts"][:bins]) for row in rows])
+def loss_up_to(position: float) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """For each document, its mean loss over the first ``position`` tokens; none where no bin ends there."""
+
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        frame = frame[frame["end"] <= position] if (frame["end"] == position).any() else frame[:0]
+        sums = frame.groupby(list(UNIT), sort=False)[["sum", "count"]].sum().reset_index()
+        return sums.assign(loss=sums["sum"] / sums["count"])
+
+    return of
 
 
-def _whole_length(rows: Rows) -> np.ndarray:
-    """For each book, the mean loss over the whole length: [books]."""
-    return np.array([sum(row["sums"]) / sum(row["counts"]) for row in rows])
+def _whole_length(frame: "pd.DataFrame") -> "pd.DataFrame":
+    return loss_up_to(frame["end"].max())(frame)
 
 
-def _cost_of_four_bits(rows: Rows) -> np.ndarray:
-    """For each row of text, its loss with 4-bit logits minus its loss with the most bits; empty without either."""
-    losses: dict[int, list[float]] = {}
-    for row in rows:
-        if "loss" in row:
-            losses.setdefault(row["bits"], []).append(row["loss"])
-    return np.array(losses[4]) - np.array(losses[max(losses)]) if 4 in losses else np.array([])
+def _cost_of_bits(bits: int, column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """For each row of text, its loss with logits of so many bits minus that with the most."""
+
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        wide = frame.pivot_table(index=list(UNIT), columns="bits", values=column, sort=False)
+        return wide.assign(cost=wide[bits] - wide[max(wide)] if bits in wide else np.nan).reset_index()
+
+    return of
 
 
-def _orders(order: str) -> Scores:
-    """Score of each question under each order of the examples, at the largest number: [questions, orders]."""
-
-    def scores(rows: Rows) -> np.ndarray:
-        rows = [row for row in rows if row["order"] == order]
-        largest = max((row["shots"] for row in rows), default=0)
-        by_seed: dict[int, list[float]] = {}
-        for row in rows:
-            if row["shots"] == largest:
-                by_seed.setdefault(row["order_seed"], []).append(row["score"])
-        return np.array(list(by_seed.values())).T
-
-    return scores
+def _trained_length(frame: "pd.DataFrame") -> "pd.DataFrame":
+    return _times_the_length(1)(frame)
 
 
-def _recalled(rows: Rows) -> np.ndarray:
-    """For each row of the trained length, the share of its questions that is answered right."""
-    shortest = min(row["length"] for row in rows)
-    kept = [np.array(row["hits"]) / row["questions"] for row in rows if row["length"] == shortest]
-    return np.concatenate(kept)
+def _times_the_length(times: int) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        frame = frame.assign(share=frame["hits"] / frame["questions"])
+        lengths = sorted(frame["length"].unique())
+        place = times.bit_length() - 1  # rows have 1, 2 and 4 times the length
+        return frame[frame["length"] == lengths[place]] if place < len(lengths) else frame[:0]
+
+    return of
 
 
-def _margin(scores: np.ndarray) -> float:
-    """Best minus worst accuracy over the orders."""
-    accuracies = scores.mean(0)
-    return float(accuracies.max() - accuracies.min())
+def _cell(n: int, r: int) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        return frame[(frame["n"] == n) & (frame["r"] == r)]
+
+    return of
 
 
-def _mean_of_decided(scores: np.ndarray) -> float:
-    return float(np.nanmean(scores)) if np.isfinite(scores).any() else math.nan
+def _orders(order: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The score of each question under each order of the examples, at the largest number of them."""
+
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        frame = frame[frame["order"] == order]
+        frame = frame[frame["shots"] == frame["shots"].max()]
+        wide = frame.pivot_table(index=list(UNIT), columns="order_seed", values="score", sort=False)
+        return wide.set_axis([f"order {seed}" for seed in wide], axis=1).reset_index()
+
+    return of
+
+
+def _many_orders(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """The mean score of each question over its random orders."""
+    wide = _orders("random")(frame)
+    return wide[list(UNIT)].assign(score=wide.drop(columns=list(UNIT)).mean(axis=1))
+
+
+def _steps_to_goal(frame: "pd.DataFrame") -> "pd.DataFrame":
+    return frame.groupby(["setting", "side", "seed"], sort=False, group_keys=True).apply(_first_step).reset_index()
+
+
+def _first_step(curve: "pd.DataFrame") -> "pd.Series":
+    """The step at which accuracy first reaches ``GOAL``, on a straight line between two points; else the last step."""
+    import pandas as pd
+
+    steps, accuracy = curve["step"].to_numpy(float), curve["accuracy"].to_numpy(float)
+    at = steps[-1]
+    for place in range(1, len(steps)):
+        if accuracy[place] >= GOAL:
+            low, high = accuracy[place - 1 : place + 1]
+            at = steps[place - 1] + (steps[place] - steps[place - 1]) * (GOAL - low) / (high - low)
+            break
+    return pd.Series({"data_seed": 0, "example": 0, "steps": at, "log2": np.log2(at) if at > 0 else np.nan})
+
+
+def _late_loss(*names: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The training loss of sources of the mixture over their last 8 points, and the mean over the sources."""
+
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        frame = frame[frame["source"].isin(names)]
+        last = frame.groupby(["setting", "side", "seed", "source"], sort=False).tail(8)
+        means = last.groupby(["setting", "side", "seed", "source"], sort=False)["loss"].mean().reset_index()
+        both = means.groupby(["setting", "side", "seed"], sort=False)["loss"].agg(["mean", "size"]).reset_index()
+        kept = both[both["size"] == len(names)]
+        return kept.assign(data_seed=0, example=0, loss=kept["mean"])
+
+    return of
 
 
 # ---- what a Transformer cannot test
 
 
-def _recalls_little(record: Record) -> str:
+def _recalls_little(rows: Rows, side: str) -> str:
     """Its loss is not lower where the context can be recalled, as the paper's models' is (.898, 3.272)."""
-    hit, others = (QUANTITIES[name].value(record) for name in ("ar_hit", "others"))
+    hit, others = (np.mean([*QUANTITIES[name].values(rows, side).values()]) for name in ("ar_hit", "others"))
     if hit <= others:
         return ""
     return f"the Transformer does not recall there: its loss elsewhere is lower, {others:.3f} (the paper: higher)"
 
 
-def _finds_few(record: Record) -> str:
-    found = QUANTITIES["needle_n1_r1"].value(record)
-    return "the Transformer itself finds fewer than half" if found < 0.5 else ""
+def _finds_few(rows: Rows, side: str) -> str:
+    found = [*needle(1, 1).values(rows, side).values()]
+    return "the Transformer itself finds fewer than half" if found and np.mean(found) < 0.5 else ""
 
 
 # ---- the registry
@@ -218,130 +276,128 @@ def _finds_few(record: Record) -> str:
 
 def needle(n: int, r: int) -> Quantity:
     """The accuracy of ``r`` of ``n`` needles."""
-    single = n == 1
-    name = "1 needle" if single else f"{n} needles, {r} asked for"
-
-    def scores(rows: Rows) -> np.ndarray:
-        return np.array([row["score"] for row in rows if (row["needles"], row["queries"]) == (n, r)], dtype=float)
-
-    return metric(
-        "needle", f"n{n}_r{r}", "higher", name,
-        id=f"needle_n{n}_r{r}", unit="accuracy", scores=scores, margin=0.05 if single else 0.0,
-        claim="One needle is found as well (within 0.05)" if single else f"{name}: more of them found",
-        paper=paper.needles((n, r)), source="Table 2",
-        untested=_finds_few if single else None,
-    )  # fmt: skip
-
-
-def final_loss(better: str = "lower") -> Quantity:
-    """The last validation loss of training, nats a token."""
+    name = "1 needle" if n == 1 else f"{n} needles, {r} asked for"
     return Quantity(
-        "validation loss", lambda record: record.final_loss, better, id="validation_loss", unit="nats a token",
-        source="Figure 3",
+        f"needle_n{n}_r{r}", name, "accuracy", "higher", "needle", ("score",), of=_cell(n, r),
+        claim="One needle is found as well (within 0.05)" if n == 1 else f"{name}: more of them found",
+        paper=paper.needles((n, r)), source="Table 2", figure="needles", margin=0.05 if n == 1 else 0.0,
+        untested=_finds_few if n == 1 else None,
     )  # fmt: skip
 
 
-def _outlier(kind: str, what: str) -> list[Quantity]:
-    top, median = f"{kind}_top1", f"{kind}_median"
-    largest, in_medians = paper.outliers(kind)
+def _loss(id: str, name: str, columns: tuple[str, ...], claim: str, part: str, **more) -> Quantity:
+    return Quantity(
+        id, name, "nats a token", "lower", "associative_recall", columns, claim=claim, paper=paper.loss(part),
+        source="Table 6", figure="slices", **more,
+    )  # fmt: skip
+
+
+def _outlier(kind: str, name: str) -> list[Quantity]:
+    top, medians = paper.outliers(kind)
+    first, second = f"{kind}_top1", f"{kind}_median"
     return [
-        metric("outliers", top, "lower", f"largest {what}", id=kind, unit="magnitude", scores=_column(top),
-               reduce=np.max, largest=True, claim=f"Smaller largest {what}", paper=largest, source="Table 5"),
-        metric("outliers", top, "lower", f"largest {what}, in medians", over=median, id=f"{kind}_in_medians",
-               unit="medians", scores=_columns(top, median), reduce=_in_medians, largest=True,
-               claim=f"Smaller largest {what} beside the median", paper=in_medians,
-               source="Table 5"),
+        Quantity(kind, f"largest {name}", "magnitude", "lower", "outliers", (first,), reduce=largest,
+                 claim=f"Smaller largest {name}", paper=top, source="Table 5", figure="outliers"),
+        Quantity(f"{kind}_in_medians", f"largest {name}, in medians", "medians", "lower", "outliers", (first, second),
+                 reduce=largest_in_medians, claim=f"Smaller largest {name} beside the median", paper=medians,
+                 source="Table 5", figure="outliers"),
     ]  # fmt: skip
 
 
-def _slice(key: str, name: str, **more) -> Quantity:
-    columns = _columns(f"{key}_sum", f"{key}_count")
-    return metric("associative_recall", key, "lower", name, id=key, unit="nats a token", scores=columns,
-                  reduce=_ratio_of_sums, **more)  # fmt: skip
+def _number(id: str, name: str, experiment: str, key: str, better: str = "", unit: str = "") -> Quantity:
+    return Quantity(id, name, unit, better, "metric", ("value",), of=_found(experiment, key))
 
 
-def _many_shot(id: str, key: str, better: str, name: str, unit: str, order: str, **more) -> Quantity:
-    return metric("many_shot", key, better, name, id=id, unit=unit, scores=_orders(order), **more)
+def _of_model(id: str, name: str, unit: str = "", computed: bool = True) -> Quantity:
+    return Quantity(id, name, unit, "", "model", (id,), computed=computed)
 
 
+def _order(kind: str, words: str) -> Quantity:
+    return Quantity(
+        f"order_{kind}", f"best minus worst order ({words})", "best minus worst", "lower", "many_shot", (),
+        of=_orders(kind), reduce=best_minus_worst, claim=f"Less depends on the order of the examples ({words})",
+        paper=paper.order(kind), source="Figure 7", figure="many_shot",
+    )  # fmt: skip
+
+
+_NEEDLES = "needle_n1_r1"  # its place in the registry is that of all cells
 _REGISTERED = [
-    metric("associative_recall", "validation", "lower", "loss", id="loss", unit="nats a token", scores=_column("loss"),
-           claim="Lower language-modelling loss", paper=paper.loss("validation"), source="Table 6, Figure 3"),
-    metric("recall", "accuracy", "higher", "accuracy at the end", id="recall", unit="accuracy", scores=_recalled,
-           claim="More values recalled from noise", paper=paper.needles((0, 0)).replace("(6, 2)", "needles (6, 2)"),
-           source="Section 3.4", ours=True),
-    _slice("ar_hit", "loss on AR-Hit", claim="Lower loss where the context can be recalled",
-           paper=paper.loss("ar_hit"), source="Table 6, AR-Hit", untested=_recalls_little),
-    _slice("others", "loss on Others", claim="Lower loss on all other tokens", paper=paper.loss("others"),
-           source="Table 6, Others"),
+    _loss("loss", "loss", ("loss",), "Lower language-modelling loss", "validation"),
+    Quantity("recall", "accuracy of key-value recall", "accuracy", "higher", "recall", ("share",), of=_trained_length,
+             claim="More values recalled from noise", paper=paper.needles((0, 0)).replace("(6, 2)", "needles (6, 2)"),
+             source="Section 3.4", figure="recall", ours=True),
+    _loss("ar_hit", "loss on AR-Hit", ("ar_hit_sum", "ar_hit_count"), "Lower loss where the context can be recalled",
+          "ar_hit", reduce=ratio_of_sums, untested=_recalls_little),
+    _loss("others", "loss on Others", ("others_sum", "others_count"), "Lower loss on all other tokens", "others",
+          reduce=ratio_of_sums),
     *(needle(n, r) for n, r in ((1, 1), (2, 1), (4, 1), (4, 2))),
-    metric("allocation", "answer", "higher", "attention on the answer", id="answer", unit="share",
-           scores=_column("answer"), claim="More attention on the answer", paper=paper.allocation("answer"),
-           source="Table 3"),
-    metric("allocation", "noise", "lower", "attention on the noise", id="noise", unit="share",
-           scores=_column("noise"), claim="Less attention on the noise", paper=paper.allocation("noise"),
-           source="Table 3"),
-    metric("allocation", "best_head_answer", "", "attention on the answer in the best head of all",
-           id="best_head_answer", unit="share"),
+    Quantity("answer", "attention on the answer", "share", "higher", "allocation", ("answer",),
+             claim="More attention on the answer", paper=paper.allocation("answer"), source="Table 3",
+             figure="allocation"),
+    Quantity("noise", "attention on the noise", "share", "lower", "allocation", ("noise",),
+             claim="Less attention on the noise", paper=paper.allocation("noise"), source="Table 3",
+             figure="allocation"),
     *_outlier("logits", "attention logit"),
     *_outlier("hidden", "hidden value"),
-    metric("throughput", "train_tokens_per_second", "higher", "tokens/s, training", id="throughput", unit="tokens/s",
-           scores=_column("train_tokens_per_second"), reduce=np.median, margin=0.12, relative=True,
-           claim="Training costs at most 12 % of the throughput", paper=paper.throughput(),
-           source="Table 7"),
-    metric("throughput", "forward_tokens_per_second", "", "tokens/s, forward", id="throughput_forward",
-           unit="tokens/s", scores=_column("forward_tokens_per_second"), reduce=np.median, relative=True,
-           source="Table 7"),
-    Quantity("loss over the whole length", lambda record: None, "lower", id="long_nll", experiment="long_nll",
-             unit="nats a token", scores=_whole_length, claim="Lower loss over the whole length of a document",
-             paper="a figure: DIFF lower throughout", source="Figure 4"),
-    metric("long_nll", "nll128", "lower", "loss over 128 tokens (the length trained at)", id="nll128",
-           unit="nats a token", source="Figure 4"),
-    metric("long_nll", "nll256", "", "loss over 256 tokens (extrapolation)", id="nll256", unit="nats a token"),
-    metric("long_nll", "nll512", "", "loss over 512 tokens (extrapolation)", id="nll512", unit="nats a token"),
-    metric("quantization", "loss_4bit_change", "lower", "loss that 4-bit logits cost", id="four_bits",
-           unit="nats a token", scores=_cost_of_four_bits, claim="Attention logits of 4 bits cost less",
-           paper="a figure: 4-bit DIFF as good as 6-bit Transformer", source="Figure 8"),
-    metric("quantization", "loss_6bit_change", "lower", "loss that 6-bit logits cost", id="six_bits",
-           unit="nats a token", source="Figure 8"),
-    metric("quantization", "accuracy_4bit", "higher", "accuracy at 4 bits (chance .25)", id="accuracy_4bit",
-           unit="accuracy", source="Figure 8"),
-    _many_shot("many_shot", "random_mean", "higher", "many-shot accuracy (chance .06)", "accuracy", "random",
-               claim="More right answers from many examples", paper=paper.shots(),
-               source="Figure 6"),
-    _many_shot("order_random", "random_margin", "lower", "many-shot best less worst order", "best less worst",
-               "random", reduce=_margin, claim="Less depends on the order of the examples (drawn at random)",
-               paper=paper.order("random"), source="Figure 7"),
-    _many_shot("order_alternate", "alternate_margin", "lower", "many-shot best less worst order by class",
-               "best less worst", "alternate", reduce=_margin,
-               claim="Less depends on the order of the examples (classes in turn)",
-               paper=paper.order("alternate"), source="Figure 7"),
-    metric("hallucination", "mean", "higher", "outputs free of hallucination", id="hallucination", unit="accuracy",
-           scores=_column("score"), reduce=_mean_of_decided, claim="More outputs free of hallucination",
-           paper=paper.hallucination(), source="Table 4"),
-    final_loss(),
-    metric("gradients", "median", "", "median gradient norm", id="gradient_median"),
-    metric("gradients", "largest", "", "largest gradient norm after the first tenth", id="gradient_largest"),
-    metric("gradients", "spikes", "", "gradient spikes", id="gradient_spikes"),
-    metric("model", "parameters", "", "parameters", id="parameters", kind="computed"),
-    metric("model", "flops_per_token", "", "FLOPs a token", id="flops_per_token", kind="computed"),
-    metric("model", "kv_bytes_per_token", "", "cache a token", id="kv_bytes_per_token", unit="B", kind="computed"),
-    metric("model", "intermediate_size", "", "feed-forward width", id="intermediate_size", kind="computed"),
+    Quantity("throughput", "training", "tokens/s", "higher", "throughput", ("train_tokens_per_second",), reduce=median,
+             claim="Training costs at most 12 % of the throughput", paper=paper.throughput(), source="Table 7",
+             figure="throughput", margin=0.12, relative=True),
+    Quantity("throughput_forward", "forward", "tokens/s", "", "throughput", ("forward_tokens_per_second",),
+             reduce=median, relative=True),
+    Quantity("long_nll", "loss over the whole length", "nats a token", "lower", "long_nll", ("loss",),
+             of=_whole_length, claim="Lower loss over the whole length of a document",
+             paper="a figure: DIFF lower throughout", source="Figure 4", figure="long_nll"),
+    *(Quantity(f"nll{n}", f"loss over {n} tokens", "nats a token", "lower", "long_nll", ("loss",), of=loss_up_to(n))
+      for n in (128, 256, 512)),
+    Quantity("four_bits", "loss that 4-bit logits cost", "nats a token", "lower", "quantization", ("cost",),
+             of=_cost_of_bits(4, "loss"), claim="Attention logits of 4 bits cost less",
+             paper="a figure: 4-bit DIFF as good as 6-bit Transformer", source="Figure 8", figure="quantization"),
+    Quantity("six_bits", "loss that 6-bit logits cost", "nats a token", "lower", "quantization", ("cost",),
+             of=_cost_of_bits(6, "loss")),
+    Quantity("many_shot", "many-shot accuracy", "accuracy", "higher", "many_shot", ("score",), of=_many_orders,
+             claim="More right answers from many examples", paper=paper.shots(), source="Figure 6",
+             figure="many_shot"),
+    _order("random", "drawn at random"),
+    _order("alternate", "classes in turn"),
+    Quantity("hallucination", "outputs free of hallucination", "accuracy", "higher", "hallucination", ("score",),
+             claim="More outputs free of hallucination", paper=paper.hallucination(), source="Table 4",
+             figure="hallucination"),
+    Quantity("validation_loss", "validation loss", "nats a token", "lower", "validation", ("loss",), of=_last_step,
+             source="Figure 3", figure="losses"),
+    *(Quantity(f"{name}_loss", f"training loss on {name}", "nats a token", "lower", "sources", ("loss",),
+               of=_late_loss(name)) for name in ("text", "needles")),
+    Quantity("objective", "objective", "nats a token", "lower", "sources", ("loss",), of=_late_loss("text", "needles")),
+    Quantity("steps_to_goal", "steps to 0.9, log2", "log2 of steps", "lower", "recall_curve", ("log2",),
+             of=_steps_to_goal),
+    *(Quantity(f"recall_{n}x", f"recall at {n} times the length", "accuracy", "higher", "recall", ("share",),
+               of=_times_the_length(n)) for n in (2, 4)),
+    *(_number(f"recall_{key}", name, "recall", key, better) for key, name, better in (
+        ("first_question", "accuracy on the first question", "higher"), ("answer", "attention on the answer", "higher"),
+        ("noise", "attention on the noise", "lower"))),
+    *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))
+      for key, words in (("median", "median"), ("largest", "largest"))),
+    Quantity("gradient_spikes", "gradient spikes", "", "", "gradients", ("spikes",)),
+    _of_model("parameters", "parameters"),
+    _of_model("flops_per_token", "FLOPs a token"),
+    _of_model("kv_bytes_per_token", "cache a token", "B"),
+    _of_model("intermediate_size", "feed-forward width"),
 ]  # fmt: skip
 QUANTITIES: dict[str, Quantity] = {quantity.id: quantity for quantity in _REGISTERED}
+OF_TABLES = (  # what tables of a study show
+    "validation_loss", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "needle_n4_r1", "needle_n4_r2", "nll128",
+    "nll512", "answer", "noise", "logits", "logits_in_medians", "hidden", "hidden_in_medians", "four_bits", "many_shot",
+    "order_random", "recall", "steps_to_goal", "gradient_median", "gradient_largest", "gradient_spikes",
+)  # fmt: skip
 
 
-def quantities(*ids: str) -> tuple[Quantity, ...]:
-    """Those of the registry with these ids."""
-    return tuple(QUANTITIES[id] for id in ids)
-
-
-def paper_claims(cells: Sequence[tuple[int, int]]) -> list[Quantity]:
-    """Every claim that ``compare`` tests, ours too; ``cells`` are the (N, R) of the needle evaluation."""
-    made = []
+def registered(rows: Rows) -> list[Quantity]:
+    """Every quantity of the registry, with the cells of needles that were evaluated."""
+    cells = rows["needle"][["n", "r"]].drop_duplicates().sort_values(["n", "r"]).itertuples(index=False)
+    needles = [needle(int(n), int(r)) for n, r in cells]
+    made: list[Quantity] = []
     for quantity in _REGISTERED:
         if quantity.experiment != "needle":
-            made += [quantity] if quantity.claim else []
-        elif quantity.id == "needle_n1_r1":  # the first: here stand those of the evaluation
-            made += [needle(n, r) for n, r in cells]
+            made.append(quantity)
+        elif quantity.id == _NEEDLES:
+            made += needles
     return made

@@ -9,10 +9,11 @@ The paper reads off 6.8B against 11B parameters (62.2 %), 7.8B against 13.1B (59
 (63.7 %). It does not publish its losses as numbers, so a made-up table with such a ratio checks this code.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,31 +22,27 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.power_law import (
-    FORMS,
-    HUBER,
-    Ends,
-    Points,
-    PowerLaw,
-    exponent_interval,
-    fit_power_law,
-    match_interval,
-)
-from diff_transformer.lab.run_tables import Run, canonical, read_runs
-from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, over_seeds
+from diff_transformer.lab.rows import Rows, read_rows
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 NEEDS_MODEL = False
 SYNTHETIC = "synthetic"
-Fit = Callable[[Sequence[float], Sequence[float]], PowerLaw]  # of x and losses
-FITS: dict[str, Callable[[Run], float]] = {"parameters": lambda run: run.parameters, "tokens": lambda run: run.tokens}
+FORMS = {"offset": 3, "plain": 2}  # parameters: a, b, c; or a and b, with c = 0
+HUBER = 0.01
+COLUMNS = ("model", "parameters", "tokens", "loss")
+ALIASES = {"transformer": "softmax", "baseline": "softmax", "differential": "diff", "diff transformer": "diff"}
+_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
+_STARTS = np.geomspace(0.02, 2.0, 12)  # exponents from which a fit begins
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a fit. The comment at each field documents it."""
 
-    # tables of runs, separated by commas: CSV or JSON with model, parameters, tokens, loss; folders of comparisons or
-    # studies; or "synthetic", a made-up table with the paper's ratios, which only checks the fit
+    # tables of runs, separated by commas: CSV with model, parameters, tokens, loss; folders of comparisons or studies;
+    # or "synthetic", a made-up table with the paper's ratios, which only checks the fit
     runs: str = ""
     ours: str = "diff"  # model of the table to compare, or "DIFF"
     reference: str = "softmax"  # model that it is compared with, or "Transformer"
@@ -56,233 +53,327 @@ class Settings:
 QUICK: dict = {"runs": SYNTHETIC}
 
 
+def require_installed() -> None:
+    """Raise UserError without the extra ``report``, whose scipy fits the curves."""
+    require_extra("report", "a fit of scaling laws", "scipy")
+
+
+@dataclass(frozen=True)
+class PowerLaw:
+    """``L(x) = a x^-b + c``, fitted over x from ``low`` to ``high``.
+
+    Attributes:
+        theta: log a, at ``scale``; log b; and log c with the form "offset".
+        covariance: of ``theta``, from the fit's Jacobian.
+        freedom: losses minus parameters; with 0 there are no intervals.
+    """
+
+    theta: np.ndarray
+    covariance: np.ndarray
+    scale: float
+    low: float
+    high: float
+    freedom: int
+
+    def loss(self, x: float, theta: np.ndarray | None = None) -> float:
+        height, slope, offset = _parameters(self.theta if theta is None else theta)
+        return height * (x / self.scale) ** -slope + offset
+
+    def inverse(self, loss: float, theta: np.ndarray | None = None) -> float:
+        """The x at which the curve has this loss; infinity where it never comes so low."""
+        height, slope, offset = _parameters(self.theta if theta is None else theta)
+        if loss <= offset:
+            return math.inf
+        power = -math.log((loss - offset) / height) / slope
+        return self.scale * math.exp(power) if power < 600 else math.inf
+
+    @property
+    def exponent(self) -> float:
+        return math.exp(self.theta[1])
+
+    def covers(self, x: float) -> bool:
+        """True if x lies in the range that was fitted."""
+        return self.low * (1 - 1e-9) <= x <= self.high * (1 + 1e-9)
+
+
+def _parameters(theta: np.ndarray) -> tuple[float, float, float]:
+    return math.exp(theta[0]), math.exp(theta[1]), math.exp(theta[2]) if len(theta) > 2 else 0.0
+
+
+def fit_power_law(x: Sequence[float], loss: Sequence[float], *, form: str = "offset", huber: float = HUBER) -> PowerLaw:
+    """Fit ``a x^-b + c`` (``form="offset"``) or ``a x^-b`` (``"plain"``) to losses in nats (Figure 3).
+
+    The fit minimises Huber's loss of ``log(a x^-b + c) - log L``: residuals below ``huber`` count as squares, larger
+    ones linearly, so that one bad run does not bend the curve.
+
+    Raises:
+        UserError: for values that are not positive and finite, fewer distinct x than the form needs (3 and 2), losses
+            that do not fall with x, or an unknown form.
+    """
+    from scipy.optimize import least_squares
+
+    xs, losses = np.asarray(x, float), np.asarray(loss, float)
+    if not (np.isfinite([*xs, *losses]).all() and min(*xs, *losses) > 0):
+        raise UserError("sizes and losses must be positive and finite; leave out runs that diverged")
+    if len(set(xs)) < FORMS[form]:
+        raise UserError(f"there are {len(set(xs))} different sizes; form {form!r} needs {FORMS[form]}")
+    order = np.argsort(xs)
+    if np.polyfit(np.log(xs), np.log(losses), 1)[0] >= 0:
+        raise UserError(f"the loss does not fall with size: {losses[order[0]]:.4g} to {losses[order[-1]]:.4g}")
+    scale, logs = float(np.exp(np.log(xs).mean())), np.log(losses)
+    ratio = xs / scale
+
+    def residuals(theta: np.ndarray) -> np.ndarray:
+        height, slope, offset = _parameters(np.clip(theta, -50, 50))
+        return np.log(height * ratio**-slope + offset) - logs
+
+    found = []
+    for slope in _STARTS:
+        for share in (0.2, 0.6, 0.95)[: 3 if form == "offset" else 1]:
+            offset = share * losses.min() if form == "offset" else 0.0
+            start = [math.log(max(losses.mean() - offset, 1e-9)), math.log(slope), math.log(offset or 1)][: FORMS[form]]
+            found.append(
+                least_squares(residuals, start, loss="huber", f_scale=huber, xtol=1e-12, ftol=1e-12, gtol=1e-12)
+            )
+    best = min(found, key=lambda each: each.cost)
+    freedom = len(losses) - FORMS[form]
+    spread = float(best.fun @ best.fun) / freedom if freedom else math.inf
+    covariance = np.linalg.pinv(best.jac.T @ best.jac) * spread
+    return PowerLaw(best.x, covariance, scale, float(xs.min()), float(xs.max()), freedom)
+
+
+Ends = tuple[float | None, float | None]
+
+
+def exponent_interval(law: PowerLaw) -> Ends:
+    """The 95 % interval of b from the fit's covariance; None where there are as many parameters as losses."""
+    return _interval(law.theta[1], law.covariance[1, 1], law.freedom)
+
+
+def ratio_interval(mine: PowerLaw, theirs: PowerLaw, x: float) -> Ends:
+    """The 95 % interval of the size on ``theirs`` that matches the loss of ``mine`` at ``x``, over ``x``.
+
+    By the delta method on both fits, in logarithms.
+    """
+    count = len(mine.theta)
+    theta = np.concatenate((mine.theta, theirs.theta))
+
+    def match(theta: np.ndarray) -> float:
+        return math.log(theirs.inverse(mine.loss(x, theta[:count]), theta[count:]) / x)
+
+    steps = 1e-5 * np.eye(len(theta))
+    ends = np.array([[match(theta + step), match(theta - step)] for step in steps])
+    if not np.isfinite(ends).all() or not min(mine.freedom, theirs.freedom):
+        return None, None
+    slope = (ends[:, 0] - ends[:, 1]) / 2e-5
+    variance = slope[:count] @ mine.covariance @ slope[:count] + slope[count:] @ theirs.covariance @ slope[count:]
+    return _interval(match(theta), variance, mine.freedom + theirs.freedom)
+
+
+def _interval(logarithm: float, variance: float, freedom: int) -> Ends:
+    from scipy.stats import t
+
+    if not freedom or not math.isfinite(variance):
+        return None, None
+    half = t.ppf(0.975, freedom) * math.sqrt(variance)
+    return math.exp(min(logarithm - half, 700)), math.exp(min(logarithm + half, 700))
+
+
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Read the tables and fit them; ``lm`` is not used."""
     if not settings.runs.strip():
         raise UserError(
-            "scaling needs a table of runs: --set runs=FILE.csv (model, parameters, tokens, loss), a .json, or a "
-            "folder of comparisons"
+            "scaling needs a table of runs: --set runs=FILE.csv (model, parameters, tokens, loss), or a folder of "
+            "comparisons or studies"
         )
     tables = [path.strip() for path in settings.runs.split(",") if path.strip()]
     table = synthetic_runs() if settings.runs == SYNTHETIC else read_runs(tables)
-    return evaluate_scaling(table, settings, samples)
+    return evaluate_scaling(table, settings)
 
 
-def require_installed() -> None:
-    """Raise RuntimeError without the extra ``report``, whose scipy fits the curves."""
-    require_extra("report", "a fit of scaling laws", "scipy")
-
-
-def evaluate_scaling(
-    runs: Sequence[Run],
-    settings: Settings = Settings(),
-    samples: Samples | None = None,
-) -> Result:
+def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> Result:
     """Fit L(parameters) and L(tokens) of both models, as far as the runs allow, and match their losses.
 
-    ``metrics``, for each fit ("parameters", "tokens"):
+    Args:
+        runs: with columns ``COLUMNS`` and ``part``: "final" for a finished run, "curve" for an earlier point.
 
-    - ``{fit}_{model}_{a,b,c}``: the parameters of each model's law, with ``_low`` and ``_high`` of b, and its range of
-      x as ``_first`` and ``_last``;
-    - ``{fit}_ratio_from_reference``: the ratio at the reference's largest run with a match within our runs (59.5 % in
-      the paper);
-    - ``{fit}_ratio_from_ours``: the ratio at our largest run with a match within the reference's runs (62.2 %).
-
-    A ratio beyond the runs is called ``..._extrapolated`` instead. With enough runs, both ratios have ``_low`` and
-    ``_high``. For finished runs, it is by profile likelihood; along training curves, over at least three pairs of
-    trainings. ``rows``: the runs with their fitted loss, and the match of every run's size.
+    Returns:
+        ``metrics``: for each fit the exponents, and the ratio at equal loss (ours over the reference's) at the largest
+        run of ours whose match lies within the reference's runs. ``rows``: the runs of each fit with the fitted loss.
 
     Raises:
-        ValueError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
+        UserError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
     """
-    samples, form, huber, source = samples or Samples(), settings.form, settings.huber, settings.runs
-    if form not in FORMS:
-        raise UserError(f"form is {form!r}; accepted: {', '.join(map(repr, FORMS))}")
-    names = (canonical(settings.ours), canonical(settings.reference))
-    known = sorted({one.model for one in runs})
-    for name in names:
+    ours, reference = canonical(settings.ours), canonical(settings.reference)
+    if settings.form not in FORMS:
+        raise UserError(f"form is {settings.form!r}; give {' or '.join(map(repr, FORMS))}")
+    known = sorted(runs["model"].unique())
+    for name in (ours, reference):
         if name not in known:
             raise UserError(f"no run of {name!r}; the table has: {', '.join(known) or 'none'}; set ours and reference")
     metrics: dict[str, float] = {}
     rows: list[dict] = []
     refused: list[str] = []
-    rises: list[str] = []
-    law = partial(fit_power_law, form=form, huber=huber)
-    for fit in FITS:
-        chosen = _choose(runs, names, fit, FORMS[form])
-        if isinstance(chosen, str):
-            refused.append(chosen)
+    for fit, fixed in (("parameters", "tokens"), ("tokens", "parameters")):
+        pair = _comparable(runs, (ours, reference), fit, fixed, FORMS[settings.form])
+        if pair is None:
+            refused.append(f"loss against {fit}: both models need {FORMS[settings.form]} sizes at equal {fixed}")
             continue
-        rises += [words for name in names for words in _rises(fit, name, chosen[name])]
-        try:
-            found, fitted = _one_fit(fit, names, chosen, law, form, samples)
-        except ValueError as error:
-            raise UserError(f"loss against {fit}: {error}") from error
-        metrics |= found
-        rows += fitted
-    if not metrics:
-        raise UserError("nothing to fit. " + " ".join(refused))
-    about = {"ours": names[0], "reference": names[1], "form": form, "huber": huber}
-    source_of = {"runs": source, "synthetic": source == SYNTHETIC, "notes": refused + rises}
-    title = ", ".join(Path(table).stem for table in source.split(",")) if source else " against ".join(names)
-    return Result("scaling", title, metrics, rows, provenance(**about, **source_of))
-
-
-def _one_fit(
-    fit: str, names: tuple[str, str], chosen: dict[str, list[Run]], law_of: Fit, form: str, samples: Samples
-) -> tuple[dict[str, float], list[dict]]:
-    """The metrics and rows of one fit, ``"parameters"`` or ``"tokens"``, to the runs ``chosen`` of both models."""
-    x_of, metrics, rows = FITS[fit], {}, []
-    laws: dict[str, PowerLaw] = {}
-    points: dict[str, Points] = {}
-    trainings: dict[str, list[PowerLaw]] = {}
-    along = any(one.part == "curve" for one in chosen[names[0]])
-    for name in names:
-        points[name] = [x_of(one) for one in chosen[name]], [one.loss for one in chosen[name]]
-        law = laws[name] = law_of(*points[name])
-        values = {"a": law.a, "b": law.b, "c": law.c, "first": law.low, "last": law.high, "residual": law.residual}
-        metrics |= {f"{fit}_{name}_{key}": value for key, value in values.items()}
-        if along:
-            trainings[name] = _a_law_each(x_of, names, chosen, name, law_of)
-            low, high = _over_pairs([one.b for one in trainings[name]])
-        else:
-            low, high = exponent_interval(*points[name], form=form)
-        if low is not None and high is not None:
-            metrics |= {f"{fit}_{name}_b_low": low, f"{fit}_{name}_b_high": high}
-        rows += [{"fit": fit, **one.to_dict(), "fitted": law.loss(x_of(one))} for one in chosen[name]]
-
-    def interval(name: str, x: float) -> Ends:
-        """That of the ratio at ``x``, where the curve of ``name`` gives the loss."""
-        other = names[1] if name == names[0] else names[0]
-        if along:
-            return _over_pairs([
-                _ratio(name == names[0], x, theirs.inverse(mine.loss(x)))
-                for mine, theirs in zip(trainings[name], trainings[other], strict=True)
-            ])  # fmt: skip
-        ends = match_interval(points[name], points[other], x, form=form)
-        if None in ends:
-            return None, None
-        low, high = sorted(_ratio(name == names[0], x, end) for end in ends if end is not None)
-        return low, high
-
-    matches = [(name, x) for name in names for x in sorted({x_of(one) for one in chosen[name]})]
-    matched = samples.rows(
-        f"{fit} matches",
-        matches,
-        lambda batch: [_match(fit, name, x, names, laws, interval) for name, x in batch],
-    )
-    rows += matched
-    for name, side in zip(names, ("ours", "reference"), strict=True):
-        found = [row for row in matched if row["measured"] == name and row["ratio"] is not None]
-        within = [row for row in found if not row["extrapolated"]]
-        if found:
-            best = (within or found)[-1]
-            key = f"{fit}_ratio_from_{side}" + ("" if within else "_extrapolated")
-            metrics[key] = best["ratio"]
-            metrics[f"{key}_at"] = best["at"]
-            if best["low"] is not None:
-                metrics |= {f"{key}_low": best["low"], f"{key}_high": best["high"]}
-    return metrics, rows
-
-
-def _a_law_each(x_of, names, chosen, name: str, law_of: Fit) -> list[PowerLaw]:
-    """Fit the curve of each training that both models have.
-
-    Points of one curve are not independent, so the interval needs several trainings.
-    """
-    shared = {one.pair for one in chosen[names[0]]} & {one.pair for one in chosen[names[1]]} - {""}
-    curves = [[one for one in chosen[name] if one.pair == pair] for pair in sorted(shared)]
-    if len(curves) < SEEDS_FOR_AN_INTERVAL:
-        return []
-    return [law_of([x_of(p) for p in curve], [p.loss for p in curve]) for curve in curves]
-
-
-def _over_pairs(values: Sequence[float]) -> Ends:
-    """Student's 95 % interval of the mean over trainings."""
-    if len(values) < SEEDS_FOR_AN_INTERVAL or not np.isfinite(values).all():
-        return None, None
-    found = over_seeds(values)
-    return found.low, found.high
-
-
-def _match(
-    fit: str, name: str, x: float, names: tuple[str, str], laws: dict, interval: Callable[[str, float], Ends]
-) -> dict:
-    """The size at which the other model's curve has the same loss as the curve of ``name`` at ``x``."""
-    other = names[1] if name == names[0] else names[0]
-    there = laws[other].inverse(laws[name].loss(x))
-    row: dict = {"fit": fit, "measured": name, "at": x, "loss": laws[name].loss(x), "ratio": None, "low": None}
-    row |= {"matched": None, "high": None, "extrapolated": not laws[other].covers(there)}
-    if np.isfinite(there):
-        row |= {"matched": there, "ratio": _ratio(name == names[0], x, there)}
-        row["low"], row["high"] = interval(name, x)
-    return row
-
-
-def _ratio(ours: bool, x: float, there: float) -> float:
-    """Our size over the reference's at equal loss, where ``ours`` says whether ``x`` is our size."""
-    return x / there if ours else there / x
-
-
-def _choose(runs: Sequence[Run], names: tuple[str, str], fit: str, needed: int) -> dict[str, list[Run]] | str:
-    """The runs of a fit, which differ only in its x; or the reason why there are none, as text.
-
-    A fit against parameters uses finished runs with equal tokens. A fit against tokens uses runs of one size (the two
-    models' sizes differ slightly, by lambda and the head norm): points of training curves if there are any, else
-    finished runs. Of several groups, the one with the most values of x is used; of those, the one with the largest
-    models or the most tokens.
-    """
-    groups: list[tuple[int, float, dict[str, list[Run]]]] = []
-    part = "curve" if fit == "tokens" and all(_of(runs, n, "curve") for n in names) else "final"
-    pools = {name: _of(runs, name, part) for name in names}
-    fixed = (lambda one: one.tokens) if fit == "parameters" else (lambda one: one.parameters)
-    slack = 1e-9 if fit == "parameters" else 0.1
-    for anchor in sorted({fixed(one) for one in pools[names[1]]}):
-        nearest = min((fixed(one) for one in pools[names[0]]), key=lambda v: abs(v - anchor), default=0.0)
-        if abs(nearest - anchor) > slack * anchor:
-            continue
-        group = {
-            names[1]: [one for one in pools[names[1]] if fixed(one) == anchor],
-            names[0]: [one for one in pools[names[0]] if fixed(one) == nearest],
+        laws = {
+            name: fit_power_law(of[fit], of["loss"], form=settings.form, huber=settings.huber)
+            for name, of in pair.items()
         }
-        sizes = min(len({FITS[fit](one) for one in found}) for found in group.values())
-        groups.append((sizes, anchor, group))
-    best = max(groups, key=lambda g: g[:2], default=(0, 0.0, {}))
-    if best[0] < needed:
-        alike = "tokens" if fit == "parameters" else "parameters"
-        return (
-            f"Loss against {fit}: both models need runs at {needed} values or more of {fit} and equal {alike}; "
-            f"there are {best[0]}."
-        )
-    return best[2]
+        for name, of in pair.items():
+            metrics[f"{fit}_{name}_exponent"] = laws[name].exponent
+            low, high = exponent_interval(laws[name])
+            if low is not None and high is not None:
+                metrics |= {f"{fit}_{name}_exponent_low": low, f"{fit}_{name}_exponent_high": high}
+            rows += [
+                {"fit": fit, "model": name, "x": x, "loss": loss, "fitted": laws[name].loss(x)}
+                for x, loss in zip(of[fit], of["loss"], strict=True)
+            ]
+        metrics |= _ratio(fit, laws[ours], laws[reference], sorted(pair[ours][fit].unique()))
+    if not rows:
+        raise UserError(f"nothing to fit: {'; '.join(refused)}")
+    about = {"ours": ours, "reference": reference, "form": settings.form, "huber": settings.huber}
+    source = {"runs": settings.runs, "synthetic": settings.runs == SYNTHETIC, "note": "; ".join(refused) or None}
+    title = ", ".join(Path(table).stem for table in settings.runs.split(",")) or f"{ours} against {reference}"
+    return Result("scaling", title, metrics, rows, provenance(**about, **source))
 
 
-def _rises(fit: str, name: str, runs: list[Run]) -> list[str]:
-    """A warning if a model's mean loss rises from one x to the next: noise, or runs that are not comparable."""
-    x_of = FITS[fit]
-    sizes = sorted({x_of(one) for one in runs})
-    means = [float(np.mean([one.loss for one in runs if x_of(one) == x])) for x in sizes]
-    places = [i for i in range(1, len(means)) if means[i] > means[i - 1]]
-    if not places:
-        return []
-    at, steps = places[0], len(means) - 1
-    return [
-        f"The loss of {name} rises at {len(places)} of {steps} steps in {fit}, first from {means[at - 1]:.4g} to "
-        f"{means[at]:.4g} between {sizes[at - 1]:.3g} and {sizes[at]:.3g}."
-    ]
+def _ratio(fit: str, ours: PowerLaw, reference: PowerLaw, sizes: Sequence[float]) -> dict[str, float]:
+    """The ratio at our largest size whose match lies within the reference's runs, or beyond them if none does."""
+    matches = [(x, reference.inverse(ours.loss(x))) for x in sizes]
+    finite = [(x, there) for x, there in matches if math.isfinite(there)]
+    within = [(x, there) for x, there in finite if reference.covers(there)]
+    if not finite:
+        return {}
+    x, there = (within or finite)[-1]
+    key = f"{fit}_ratio" + ("" if within else "_extrapolated")
+    made = {key: float(x / there), f"{key}_at": float(x)}
+    low, high = ratio_interval(ours, reference, x)
+    if low is not None and high is not None:
+        made |= {f"{key}_low": 1 / high, f"{key}_high": 1 / low}
+    return made
 
 
-def _of(runs: Sequence[Run], name: str, part: str) -> list[Run]:
-    return [one for one in runs if one.model == name and one.part == part]
+def _comparable(
+    runs: "pd.DataFrame", names: tuple[str, str], fit: str, fixed: str, needed: int
+) -> "dict[str, pd.DataFrame] | None":
+    """The runs of a fit by model; None where there are too few.
+
+    A fit against tokens takes points of training curves where both models have some, else finished runs. The runs of a
+    model are equal in ``fixed``; the models' sizes may differ by 10 %, by lambda and the head norm. Of several groups,
+    that with the most values of x is taken, of those the largest.
+    """
+    curve = runs["part"] == "curve"
+    part = curve if fit == "tokens" and all((runs[curve]["model"] == name).any() for name in names) else ~curve
+    ours, reference = (runs[part & (runs["model"] == name)] for name in names)
+    slack = 0.1 if fixed == "parameters" else 1e-9
+    best, most = None, needed
+    for anchor in sorted(reference[fixed].unique()):
+        nearest = min(ours[fixed].unique(), key=lambda value: abs(value - anchor), default=math.inf)
+        if abs(nearest - anchor) <= slack * anchor:
+            group = {names[0]: ours[ours[fixed] == nearest], names[1]: reference[reference[fixed] == anchor]}
+            sizes = min(of[fit].nunique() for of in group.values())
+            if sizes >= most:
+                best, most = group, sizes
+    return best
 
 
-def synthetic_runs() -> list[Run]:
+# ---- tables of runs
+
+
+def canonical(model: str) -> str:
+    """``diff`` or ``softmax`` for any common name of the paper's two models; other names unchanged."""
+    plain = model.strip().lower()
+    return ALIASES.get(plain, plain if plain in ("diff", "softmax") else model.strip())
+
+
+def read_runs(paths: Sequence[Path | str]) -> "pd.DataFrame":
+    """The runs of CSV tables, and of folders of comparisons and studies. Counts may be written as 6.8B.
+
+    Raises:
+        UserError: for a missing path, a table without the columns, or a count that is no positive number.
+    """
+    import pandas as pd
+
+    parts = []
+    for path in map(Path, paths):
+        if path.suffix.lower() == ".csv":
+            parts.append(_from_csv(path))
+        else:
+            parts.append(runs_of(read_rows(path)))
+    return pd.concat(parts, ignore_index=True)
+
+
+def _from_csv(path: Path) -> "pd.DataFrame":
+    import pandas as pd
+
+    if not path.is_file():
+        raise UserError(f"no table of runs at {path}; give a .csv or a folder of comparisons")
+    frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", skipinitialspace=True).dropna(how="all")
+    frame.columns = [str(name).strip().lower() for name in frame.columns]
+    missing = [name for name in COLUMNS if name not in frame]
+    if missing:
+        raise UserError(f"{path} has no {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
+    for column in COLUMNS[1:]:
+        places = zip(frame.index, frame[column], strict=True)
+        frame[column] = [_count(text, f"{path}, line {place + 2}: {column}") for place, text in places]
+    return frame.assign(model=frame["model"].map(lambda name: canonical(str(name))), part="final")[[*COLUMNS, "part"]]
+
+
+def _count(text: object, where: str) -> float:
+    plain = str(text).strip().replace(",", "").replace("_", "").upper()
+    unit = _UNITS.get(plain[-1:], 1.0)
+    try:
+        value = float(plain.rstrip("KMBT")) * unit
+    except ValueError:
+        value = math.nan
+    if not 0 < value < math.inf:
+        raise UserError(f"{where} is {text!r}; give a positive number, for example 3.06 or 6.8B")
+    return value
+
+
+def runs_of(rows: Rows) -> "pd.DataFrame":
+    """The validation losses of trained models as a table of runs, without sweeps of learning rates and small models of
+    recall, and without runs that diverged."""
+    import pandas as pd
+
+    made = []
+    for key, curve in rows["validation"].groupby(["setting", "side", "seed"], sort=False):
+        setting, side, seed = key  # ty: ignore[not-iterable]
+        of = {"setting": setting, "side": side, "seed": seed}
+        run, parameters = rows.about("run", **of), rows.only(**of)["model"]["parameters"].max()
+        config = run.get("config")
+        if "/" in str(setting) or setting == "recall" or not config or run.get("diverged") or parameters != parameters:
+            continue
+        tokens = config["train"]["batch_size"] * config["data"]["length"]
+        points = curve[curve["step"] > 0].sort_values("step")
+        for place, (step, loss) in enumerate(zip(points["step"], points["loss"], strict=True)):
+            part = "final" if place == len(points) - 1 else "curve"
+            made.append(
+                {
+                    "model": canonical(str(side)),
+                    "parameters": parameters,
+                    "tokens": step * tokens,
+                    "loss": loss,
+                    "part": part,
+                }
+            )
+    frame = pd.DataFrame(made, columns=[*COLUMNS, "part"])
+    finished = frame[frame["part"] == "final"].assign(part="curve")  # a curve has its end too
+    return pd.concat([frame, finished], ignore_index=True)
+
+
+def synthetic_runs() -> "pd.DataFrame":
     """A made-up table with the paper's sizes. DIFF needs exactly 62.2 % of the parameters and 63.7 % of the tokens for
     the Transformer's loss. The table checks the fit; its losses come from no model."""
-    runs: list[Run] = []
-    for name, share in (("softmax", (1.0, 1.0)), ("diff", (0.622, 0.637))):
-        for size in (0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9):
-            runs.append(Run(name, size, 10e9, 1.8 + 300 * (size / share[0]) ** -0.28))
-        for tokens in range(40, 361, 40):
-            runs.append(Run(name, 3e9, tokens * 1e9, 1.7 + 500 * (tokens * 1e9 / share[1]) ** -0.27))
-    return runs
+    import pandas as pd
+
+    made = []
+    for name, of_size, of_tokens in (("softmax", 1.0, 1.0), ("diff", 0.622, 0.637)):
+        sizes = [(size, 10e9, 1.8 + 300 * (size / of_size) ** -0.28) for size in (0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9)]
+        tokens = [(3e9, n * 1e9, 1.7 + 500 * (n * 1e9 / of_tokens) ** -0.27) for n in range(40, 361, 40)]
+        made += [(name, *point, "final") for point in sizes + tokens]
+    return pd.DataFrame(made, columns=[*COLUMNS, "part"])

@@ -10,7 +10,7 @@ from typing import Any
 from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.lab.record import REQUEST
+from diff_transformer.lab.rows import REQUEST
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.matching import VARIANTS, variant
@@ -47,6 +47,11 @@ class RunSpec:
     def name(self) -> str:
         """Name of the run's folder."""
         return f"{self.side}-seed{self.seed}"
+
+    @property
+    def identity(self) -> tuple[str, int, str]:
+        """Side, training seed and setting, the arguments of ``record.row``."""
+        return self.side, self.seed, self.setting
 
     @property
     def key(self) -> str:

@@ -21,8 +21,7 @@ Choices = Mapping[str, float]  # the learning rate of each side, chosen by sweep
 Rate = float | str | Sequence[float]  # one, one that a sweep chose, or several
 SWEPT = "swept"
 FIGURES = Path(__file__).resolve().parents[3] / "figures"  # in a clone of the repository, whose studies are there
-
-_PLAN_FILE = "the Python file of a plan"
+PLANS = {"ablation": Path(__file__).parent / "recipes" / "ablation.py"}
 
 
 @dataclass(frozen=True)
@@ -113,9 +112,9 @@ def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = 
     """
     path = Path(name)
     if not (name.endswith(".py") and path.is_file()):
-        ours = {plan.parent.name: plan for plan in sorted(FIGURES.glob("*/plan.py"))}
-        require_known("study", name, ours or [_PLAN_FILE], f", or {_PLAN_FILE}" if ours else "")
-        path = ours[name]
+        known = PLANS | {plan.parent.name: plan for plan in sorted(FIGURES.glob("*/plan.py"))}
+        require_known("study", name, known, ", or the Python file of a plan")
+        path = known[name]
     module = load_file(path)
     if not callable(getattr(module, "stages", None)):
         raise UserError(f"{name} is no plan; give it stages(corpus), which returns a list of Stage")

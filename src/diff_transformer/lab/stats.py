@@ -1,70 +1,170 @@
-"""Statistics: paired differences with 95 % intervals, tests and power."""
+"""Statistics: paired differences with 95 % intervals, tests, corrections and power.
+
+With three training seeds or more, an interval is for new seeds *and* new examples, where all seeds share the examples.
+Its variance is that over seeds, ``s² / n``, and that of the mean over seeds when the examples are resampled for all
+seeds together (bootstrap). The interaction counts twice, so it is a little wide; the degrees of freedom are
+Satterthwaite's (Biometrics Bulletin, 1946). With fewer seeds it is a bootstrap interval over examples, which covers
+*these* models.
+"""
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 import numpy as np
 
-from diff_transformer.errors import UserError
-
 SEEDS_FOR_AN_INTERVAL = 3
 MOST_SEEDS = 1000  # that ``seeds_to_decide`` looks for
-_RESAMPLES = 2000
+RESAMPLES = 2000
+_AT_ONCE = 4_000_000  # numbers of resampled examples in memory
+_FLIPS = 9999  # sign flips that are drawn where there are more
+
+Reduce = Callable[[np.ndarray], np.ndarray]  # scores [..., examples, columns] -> numbers [...]
+Pairs = Mapping[int, tuple[np.ndarray, np.ndarray]]  # seed -> [examples, columns] of both sides, the same examples
 
 
-class Interval(NamedTuple):
-    """A 95 % interval. ``over``: the units of the spread, "seeds", "examples" or "seeds and examples"."""
+@dataclass(frozen=True)
+class Difference:
+    """A side minus another (or over it, minus 1), paired by training seed.
+
+    Attributes:
+        mean: over seeds.
+        low, high: ends of the 95 % interval; None where there is none.
+        over: units of the interval: "seeds", "examples", "seeds and examples", or "" without an interval.
+        by_seed: the difference of each seed.
+        examples: number of examples of a seed.
+        p: two-sided p-value of the paired t-test against the threshold, with the interval's variance; None below three
+            seeds.
+        flips: p-value of the exact test by sign flips over seeds; with n seeds it is at least 2 / 2^n.
+        variance: the part of the interval's variance that is over examples, which more seeds do not lower.
+    """
 
     mean: float
     low: float | None
     high: float | None
     over: str
-
-
-class OverExamples(NamedTuple):
-    """The variance of a mean over seeds that more seeds do not lower: that of the examples, which all seeds share."""
-
+    by_seed: dict[int, float]
+    examples: int
+    p: float | None = None
+    flips: float | None = None
     variance: float = 0.0
-    count: int = 0
+
+    @property
+    def seeds(self) -> int:
+        return len(self.by_seed)
+
+    def seeds_to_decide(self, threshold: float = 0.0, tests: int = 1) -> int | None:
+        """Seeds whose interval would exclude ``threshold`` in half of all repetitions, at this mean and spread.
+
+        Args:
+            tests: size of a family that Holm's correction is for: the interval is one of 1 - 0.05 / ``tests``.
+
+        Returns:
+            The number; None if it is above ``MOST_SEEDS``, or if all seeds have the same difference.
+        """
+        values = np.array([*self.by_seed.values()])
+        if len(values) < 2 or not np.ptp(values):
+            return None
+        distance, variance = abs(self.mean - threshold), float(values.var(ddof=1))
+        counts = range(2, MOST_SEEDS + 1)
+
+        def decides(count: int) -> bool:
+            error, freedom = _error(variance / count, count, self.variance, self.examples)
+            return _quantile(freedom, 0.05 / tests) * error < distance
+
+        place = bisect_left(counts, True, key=decides)
+        return counts[place] if place < len(counts) else None
 
 
-def over_seeds(differences: Sequence[float]) -> Interval:
-    """Mean and Student's 95 % interval of paired differences, one per independent unit: a seed, or a book."""
-    values = np.asarray(differences, dtype=float)
-    centre, count = float(values.mean()), len(values)
-    if count < 2:
-        return Interval(centre, None, None, "seeds")
-    half = _student_quantile(count - 1) * float(values.std(ddof=1)) / count**0.5
-    return Interval(centre, centre - half, centre + half, "seeds")
+def paired(
+    pairs: Pairs, reduce: Reduce, *, relative: bool = False, bootstrap: bool = True, threshold: float = 0.0
+) -> Difference:
+    """The mean difference of two sides over their seeds, with its interval.
+
+    Args:
+        pairs: scores of both sides by training seed. Where seeds have other numbers of examples, or one, the interval
+            is over seeds alone.
+        reduce: from scores to the number of a model.
+        relative: ``first / second - 1`` instead of ``first - second``.
+        bootstrap: False for a largest value: the largest of a draw is at most the largest there was, so that the
+            interval would cover too seldom.
+        threshold: of the tests.
+    """
+
+    def difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+        a, b = reduce(first), reduce(second)
+        return a / b - 1 if relative else a - b
+
+    by_seed = {seed: float(difference(*both)) for seed, both in pairs.items()}
+    values, counts = np.array([*by_seed.values()]), {len(scores) for both in pairs.values() for scores in both}
+    mean, examples = float(values.mean()), min(counts)
+    draws = None
+    if bootstrap and len(counts) == 1 and examples > 1:
+        draws = np.concatenate([
+            np.mean([difference(a[drawn], b[drawn]) for a, b in pairs.values()], axis=0) for drawn in _draws(examples)
+        ])  # fmt: skip
+    if len(values) < SEEDS_FOR_AN_INTERVAL:
+        if draws is None:
+            return Difference(mean, None, None, "", by_seed, examples)
+        low, high = np.nanpercentile(draws, [2.5, 97.5])
+        return Difference(mean, float(low), float(high), "examples", by_seed, examples)
+    variance = 0.0 if draws is None else float(np.nanvar(draws))
+    error, freedom = _error(float(values.var(ddof=1)) / len(values), len(values), variance, examples)
+    half = _quantile(freedom) * error
+    over = "seeds and examples" if draws is not None else "seeds"
+    p, flips = _p_value(mean - threshold, error, freedom), sign_flips(values - threshold)
+    return Difference(mean, mean - half, mean + half, over, by_seed, examples, p, flips, variance)
+
+
+def over_seeds(differences: Mapping[int, float], threshold: float = 0.0) -> Difference:
+    """``paired`` for one number a seed."""
+    both = {seed: (np.array([[value]]), np.zeros((1, 1))) for seed, value in differences.items()}
+    return paired(both, lambda scores: scores[..., 0, 0], threshold=threshold)
+
+
+def _draws(count: int):
+    """Places of resampled examples, ``[draws, count]``, in parts that fit into memory."""
+    rng, at_once = np.random.default_rng(0), max(1, _AT_ONCE // count)
+    for start in range(0, RESAMPLES, at_once):
+        yield rng.integers(count, size=(min(at_once, RESAMPLES - start), count))
+
+
+def _error(of_seeds: float, seeds: int, of_examples: float, examples: int) -> tuple[float, float]:
+    """The standard error of both variances of a mean, and Satterthwaite's degrees of freedom."""
+    total = of_seeds + of_examples
+    if not total:
+        return 0.0, math.inf
+    freedom = of_seeds**2 / (seeds - 1) + (of_examples**2 / (examples - 1) if of_examples else 0.0)
+    return math.sqrt(total), total**2 / freedom
 
 
 @cache
-def _student_quantile(freedom: float, level: float = 0.05) -> float:
+def _quantile(freedom: float, level: float = 0.05) -> float:
     """Two-sided quantile of Student's t, to three decimals as printed tables have it."""
     from scipy.stats import t
 
     return round(float(t.ppf(1 - level / 2, freedom)), 3)
 
 
-def paired_p_value(differences: Sequence[float], threshold: float = 0.0, examples: OverExamples | None = None) -> float:
-    """Two-sided p-value of the paired t-test against ``threshold``, with one difference a seed.
-
-    It belongs to the interval of ``over_seeds``; with ``examples`` to that of ``over_seeds_and_examples``. 1 for a
-    single or a non-finite difference.
-    """
+def _p_value(distance: float, error: float, freedom: float) -> float:
     from scipy.stats import t
 
-    values = np.asarray(differences, dtype=float)
-    distance, count = abs(float(values.mean()) - threshold), len(values)
-    if count < 2 or not math.isfinite(distance):
+    return float(2 * t.sf(abs(distance) / error, freedom)) if error else float(distance == 0)
+
+
+def sign_flips(differences: np.ndarray) -> float:
+    """Two-sided p-value of the permutation test that flips signs of paired differences; exact for up to 13."""
+    from scipy.stats import permutation_test
+
+    if not np.isfinite(differences).all():
         return 1.0
-    error, freedom = _error(float(values.var(ddof=1)) / count, count, examples or OverExamples())
-    if not error:  # the same in every pair
-        return float(distance == 0)
-    return float(2 * t.sf(distance / error, freedom))
+    found = permutation_test(
+        (np.asarray(differences, float),), np.mean, permutation_type="samples", vectorized=True, n_resamples=_FLIPS,
+        rng=np.random.default_rng(0),
+    )  # fmt: skip
+    return float(found.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -81,142 +181,33 @@ def holm(p_values: Sequence[float]) -> list[float]:
     return adjusted
 
 
-def seeds_to_decide(
-    differences: Sequence[float], threshold: float = 0.0, *, examples: OverExamples | None = None, tests: int = 1
-) -> int | None:
-    """The smallest number of seeds whose interval would exclude ``threshold``, if mean and spread stayed the same.
+@dataclass(frozen=True)
+class Average:
+    """A mean with its 95 % interval, and its numbers of examples and seeds."""
 
-    With so many new seeds, the interval excludes the threshold in about half of all repetitions.
+    mean: float
+    low: float
+    high: float
+    examples: int
+    seeds: int
 
-    Args:
-        examples: for an interval of ``over_seeds_and_examples``; without it, for one of ``over_seeds``.
-        tests: of a table that is corrected: the interval is one of 1 - 0.05 / ``tests``, which Holm's correction never
-            exceeds.
 
-    Returns:
-        The number, or None if it is above ``MOST_SEEDS``.
+def average(by_seed: Sequence[np.ndarray], proportion: bool = False) -> Average:
+    """The mean of one score an example.
 
-    Raises:
-        ValueError: for fewer than two differences, which have no spread.
+    The interval is Student's over seeds from three on, and over examples below; Wilson's if scores are 0 or 1
+    (``proportion``). NaN scores are left out.
     """
-    values = np.asarray(differences, dtype=float)
-    if len(values) < 2:
-        raise UserError(f"{len(values)} differences have no spread; give at least 2")
-    distance, variance = abs(float(values.mean()) - threshold), float(values.var(ddof=1))
-    counts = range(2, MOST_SEEDS + 1)
+    from scipy import stats
 
-    def decides(count: int) -> bool:
-        return _half_width(variance / count, count, examples or OverExamples(), 0.05 / tests) < distance
-
-    place = bisect_left(counts, True, key=decides)
-    return counts[place] if place < len(counts) else None
-
-
-def _half_width(of_seeds: float, seeds: int, examples: OverExamples, level: float = 0.05) -> float:
-    """Half of an interval, from the variance of its mean over seeds and that over examples."""
-    error, freedom = _error(of_seeds, seeds, examples)
-    return _student_quantile(freedom, level) * error if error else 0.0
-
-
-def _error(of_seeds: float, seeds: int, examples: OverExamples) -> tuple[float, float]:
-    """The standard error of both variances, and Satterthwaite's degrees of freedom."""
-    total = of_seeds + examples.variance
-    if not total:
-        return 0.0, math.inf
-    freedom = of_seeds**2 / (seeds - 1) + (examples.variance**2 / (examples.count - 1) if examples.variance else 0.0)
-    return math.sqrt(total), total**2 / freedom
-
-
-def mean(values: np.ndarray) -> float:
-    return float(np.mean(values))
-
-
-def over_examples(
-    first: Sequence[np.ndarray],
-    second: Sequence[np.ndarray],
-    reduce: Callable[[np.ndarray], float] = mean,
-    *,
-    relative: bool = False,
-) -> Interval:
-    """Bootstrap interval of ``reduce(first) - reduce(second)``, resampling examples in pairs; if ``relative``, of
-    ``reduce(first) / reduce(second) - 1``. Seeds that have the same number of examples share them.
-
-    Args:
-        first, second: for each seed, an array whose first dimension counts examples, in the same order on both sides.
-        reduce: from such an array to a number; draws for which it is NaN are left out. Not a largest value: what is
-            largest in a draw is at most what was, so the interval covers too seldom.
-
-    Returns:
-        The interval, without ends where a seed has one example or the sides have other numbers of them.
-    """
-    observed = _difference(first, second, [slice(None)] * len(first), reduce, relative)
-    counts = [len(scores) for scores in first]
-    if min(counts) < 2 or counts != [len(scores) for scores in second]:
-        return Interval(observed, None, None, "examples")
-    draws = _draws(first, second, counts, reduce, relative)
-    low, high = np.nanpercentile(draws, [2.5, 97.5])
-    return Interval(observed, float(low), float(high), "examples")
-
-
-def over_seeds_and_examples(
-    first: Sequence[np.ndarray],
-    second: Sequence[np.ndarray],
-    reduce: Callable[[np.ndarray], float] = mean,
-    *,
-    relative: bool = False,
-) -> tuple[Interval, OverExamples]:
-    """Interval of the mean difference for new seeds *and* new examples, where all seeds share the same examples.
-
-    The variance is the sum of that over seeds, ``s² / n``, and that of the mean over seeds when the examples are
-    resampled for all seeds together (bootstrap). The interaction counts twice, so the interval is a little wide. The
-    degrees of freedom are Satterthwaite's (Biometrics Bulletin, 1946).
-
-    Returns:
-        The interval, over seeds alone where seeds have other numbers of examples, or one; and what of its variance is
-        over examples.
-
-    Raises:
-        ValueError: for fewer than two seeds.
-    """
-    seeds = range(len(first))
-    if len(first) < 2:
-        raise UserError(f"{len(first)} seeds have no spread; give at least 2")
-    by_seed = [_difference([first[k]], [second[k]], [slice(None)], reduce, relative) for k in seeds]
-    count = len(first[0])
-    if count < 2 or any(len(scores) != count for scores in (*first, *second)):
-        return over_seeds(by_seed), OverExamples()
-    draws = _draws(first, second, [count] * len(first), reduce, relative)
-    examples = OverExamples(float(np.nanvar(draws)), count)
-    centre = float(np.mean(by_seed))
-    half = _half_width(float(np.var(by_seed, ddof=1)) / len(first), len(first), examples)
-    return Interval(centre, centre - half, centre + half, "seeds and examples"), examples
-
-
-def _draws(first, second, counts: list[int], reduce: Callable[[np.ndarray], float], relative: bool) -> list[float]:
-    """The difference in resampled examples: the same ones in every seed, unless seeds have other numbers of them."""
-    rng, shared = np.random.default_rng(0), len(set(counts)) == 1
-    drawn = (
-        [rng.integers(counts[0], size=counts[0])] * len(counts)
-        if shared
-        else [rng.integers(count, size=count) for count in counts]
-        for _ in range(_RESAMPLES)
-    )
-    return [_difference(first, second, indices, reduce, relative) for indices in drawn]
-
-
-def _difference(first, second, indices, reduce: Callable[[np.ndarray], float], relative: bool) -> float:
-    """The mean over seeds of ``reduce`` at each seed's ``indices``, of the first less the second, or over it less 1."""
-    pairs = zip(first, second, indices, strict=True)
-    ends = [(reduce(a[i]), reduce(b[i])) for a, b, i in pairs]
-    return float(np.mean([x / y - 1 if relative else x - y for x, y in ends]))
-
-
-def verdict(interval: Interval, better: str, margin: float = 0.0) -> str:
-    """Judge a claim: "held" if the whole interval is on the claimed side of zero, "did not hold" if it is on the other
-    side, else "undecided". A claim of "no worse than" has a positive ``margin``."""
-    if interval.low is None or interval.high is None:
-        return "undecided"
-    low, high = (interval.low, interval.high) if better == "higher" else (-interval.high, -interval.low)
-    if low > -margin:
-        return "held"
-    return "did not hold" if high < -margin else "undecided"
+    kept = [known for of in by_seed if len(known := of[np.isfinite(of)])]
+    if not kept:
+        return Average(math.nan, math.nan, math.nan, 0, 0)
+    count, many = sum(map(len, kept)), len(kept) >= SEEDS_FOR_AN_INTERVAL
+    units = np.array([of.mean() for of in kept]) if many else np.concatenate(kept)
+    mean = float(units.mean())
+    if proportion and not many and np.isin(units, (0, 1)).all():
+        found = stats.binomtest(int(units.sum()), len(units)).proportion_ci(method="wilson")
+        return Average(mean, float(found.low), float(found.high), count, len(kept))
+    half = _quantile(len(units) - 1) * float(units.std(ddof=1)) / len(units) ** 0.5 if len(units) > 1 else 0.0
+    return Average(mean, mean - half, mean + half, count, len(kept))

@@ -1,7 +1,7 @@
 """``study``: train many small models with several seeds, over as many calls as needed.
 
 A study is a list of stages (``lab/stages.py``); the pool runs those up to a sweep at once. Each run has a folder
-``OUT/SETTING/SIDE-seedK`` with its ``record.json``.
+``OUT/SETTING/SIDE-seedK`` with its ``rows.jsonl.gz``.
 """
 
 import json
@@ -15,11 +15,12 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diff_transformer.checks import differences, require_positive
+from diff_transformer.checks import require_positive
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
-from diff_transformer.lab.record import finished, load_run
+from diff_transformer.lab.record import load_run
+from diff_transformer.lab.rows import finished
 from diff_transformer.lab.spec import REQUEST, RunSpec
 from diff_transformer.lab.stages import Stage
 from diff_transformer.train.data_config import NO_CORPUS
@@ -155,9 +156,4 @@ def _check(specs: list[RunSpec], out: Path) -> None:
 
 def _differences(spec: RunSpec, folder: Path) -> list[str]:
     """The training settings in which a run in ``folder`` differs from ``spec``. Its measurements may differ."""
-    if (folder / REQUEST).exists() or not finished(folder):
-        return spec.differences(folder)
-    record, here = load_run(folder), spec.config  # a record holds fewer settings
-    wanted = {"model": here.model, "lr": here.optim.lr, "seed": here.train.seed, "steps": here.train.steps}
-    there = {"model": record.config["model"], "lr": record.lr, "seed": record.config["train"]["seed"]}
-    return differences({**there, "steps": record.steps}, json.loads(json.dumps(wanted)))
+    return spec.differences(folder)

@@ -1,9 +1,9 @@
 """The process of one run: train the model, measure it, write its record.
 
-``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``: a run, or the experiments of ``eval``
-on one model (``lab/suite.py``). The run goes to ``FOLDER/run``, progress to
-``FOLDER/status.json``, results to ``FOLDER/evals/NAME.json`` until all are in the record, ``FOLDER/record.json``. A
-restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits when its standard input closes.
+``python -m diff_transformer.lab.worker FOLDER`` executes ``FOLDER/request.json``. The run goes to ``FOLDER/run``,
+progress to ``FOLDER/status.json``, rows of each experiment to ``FOLDER/parts`` until all are in
+``FOLDER/rows.jsonl.gz``. A restarted worker keeps finished parts and continues. With ``--ends-with-input`` it exits
+when its input closes.
 """
 
 import json
@@ -13,24 +13,26 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import read_json
-from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
-from diff_transformer.lab.record import FILE, Record
+from diff_transformer.lab.record import Record, load_run
+from diff_transformer.lab.rows import ENDING, FILE, read_file, row, write_rows
 from diff_transformer.lab.sides import SOURCE
 from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
+from diff_transformer.lab.tidy import rows_of, rows_of_curves
 from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics
 from diff_transformer.train.signals import sigterm_interrupts
 
+PARTS = "parts"
 _STEPS = 5  # between two reports of progress
 
 
@@ -51,7 +53,8 @@ def run(folder: Path) -> Record:
         if values or step % _STEPS == 0:
             write_status(folder, "training", step, values.get("loss"))
 
-    diverged, metrics = None, {}
+    diverged: str | None = None
+    size: dict[str, Any] = {}
     try:
         write_status(folder, "reading the corpus")
         data = load_training_data(config)
@@ -61,19 +64,34 @@ def run(folder: Path) -> Record:
         else:
             trained = train(config, place, resume=resume, progress=report, data=data)
         assert trained.model is not None  # false on every rank but the first; a worker is one process
-        metrics["model"] = {"parameters": sum(parameter.numel() for parameter in trained.model.parameters())}
+        size = costs(trained.model, config.data.length)
         if spec.measure:
             measure(spec, folder, trained, data)
     except Diverged as error:
         if not spec.may_diverge:
             raise
         diverged = str(error).split(",")[0]
-    record = _record(spec, folder, metrics, diverged, round(time.perf_counter() - started, 1))
-    record.save(folder / FILE)
-    shutil.rmtree(folder / "evals", ignore_errors=True)  # the record holds it
-    (folder / f"{EXPLORER}.json").unlink(missing_ok=True)
+    seconds = round(time.perf_counter() - started, 1)
+    measured = [row for path in sorted((folder / PARTS).glob(f"*{ENDING}")) for row in read_file(path)]
+    write_rows(folder / FILE, [*_rows_of_training(spec, folder, size, diverged, seconds), *measured])
+    shutil.rmtree(folder / PARTS, ignore_errors=True)
     write_status(folder, "done", config.train.steps)
-    return record
+    return load_run(folder)
+
+
+def costs(model: Any, length: int) -> dict[str, Any]:
+    """Parameters of a model, and of one of this package FLOPs and bytes of the cache a token, computed."""
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.cost import model_cost
+
+    counted = {"parameters": sum(parameter.numel() for parameter in model.parameters())}
+    if not isinstance(model.config, DiffTransformerConfig):
+        return counted
+    cost = model_cost(model.config, length=length)
+    return counted | {
+        "flops_per_token": cost.flops_per_token, "kv_bytes_per_token": cost.kv_bytes_per_token,
+        "intermediate_size": model.config.intermediate_size,
+    }  # fmt: skip
 
 
 def _start(config: RunConfig, data: Any) -> Any:
@@ -95,18 +113,18 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
     lm = CausalLM(trained.model, trained.tokenizer, spec.name)
     more = more_experiments(config)
     for name in spec.measure:
-        path = folder / f"{EXPLORER}.json" if name == EXPLORER else folder / "evals" / f"{name}.json"
+        path = folder / PARTS / f"{name}{ENDING}"
         if path.exists():
             continue
         write_status(folder, f"measuring {name}", config.train.steps)
         if name == EXPLORER:
             filler = None if data.text is None else Filler(data.corpus.validation)
             entries = explorer_entries(lm, filler, config)
-            write_whole(path, json.dumps(entries))
+            write_rows(path, [row(EXPLORER, *spec.identity, example=i, entry=each) for i, each in enumerate(entries)])
         elif name in (*PAIR_EVALS, RECALL):
-            _pair_eval(name, lm, data, config).save(path)
+            write_rows(path, rows_of(_pair_eval(name, lm, data, config), *spec.identity))
         else:
-            run_eval(name, lm, more[name], path, resume=True)
+            run_eval(name, lm, more[name], path, resume=True, identity=spec.identity)
 
 
 def more_experiments(config: RunConfig) -> dict[str, Any]:
@@ -175,28 +193,23 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     return allocation.evaluate_allocation(lm, filler, allocation.Settings(length=length - 4, **same))
 
 
-# ---- the record
+# ---- rows of the training
 
 
-def _record(spec: RunSpec, folder: Path, metrics: dict, diverged: str | None, seconds: float) -> Record:
-    results = [Result.load(path) for path in sorted((folder / "evals").glob("*.json"))]
-    explorer = folder / f"{EXPLORER}.json"
-    rows: dict[str, list[dict]] = {result.eval: result.rows for result in results}
-    if explorer.exists():
-        rows[EXPLORER] = read_json(explorer)
+def _rows_of_training(
+    spec: RunSpec, folder: Path, size: dict[str, Any], diverged: str | None, seconds: float
+) -> Iterator[dict]:
     lines = read_metrics(folder / "run" / "metrics.jsonl")
-    norms = [line["grad_norm"] for line in lines if "loss" in line]
-    return Record(
-        spec.setting,
-        spec.side,
-        spec.seed,
-        spec.config.to_dict(),
-        {result.eval: result.metrics for result in results} | {"gradients": gradient_metrics(norms)} | metrics,
-        rows,
-        training_curves(lines, spec.config.model) if lines else {},
-        {result.eval: result.provenance for result in results} | {"training": provenance(seconds=seconds)},
-        diverged,
-    )
+    if lines:
+        yield from rows_of_curves(training_curves(lines, spec.config.model), *spec.identity)
+    norms: dict[str, Any] = gradient_metrics([line["grad_norm"] for line in lines if "loss" in line])
+    yield row("gradients", *spec.identity, **norms)
+    if size:
+        yield row("model", *spec.identity, **size)
+    facts = {"config": spec.config.to_dict()} | ({"diverged": diverged} if diverged else {})
+    for of, values in (("run", facts), ("training", provenance(seconds=seconds))):
+        for key, value in values.items():
+            yield row("about", *spec.identity, example=key, of=of, key=key, value=value)
 
 
 def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
@@ -274,16 +287,13 @@ def main() -> int:
     """Execute the request in the folder named on the command line. Exit code 130 after Ctrl-C, 143 after SIGTERM."""
     from transformers.utils import logging
 
-    from diff_transformer.lab.suite import is_eval, run_on_model
-
     if ENDS_WITH_INPUT in sys.argv:
         threading.Thread(target=_end_with_input, daemon=True).start()
     logging.disable_progress_bar()
     keep_freed_memory()
     try:
         with sigterm_interrupts():
-            folder = Path(sys.argv[1])
-            (run_on_model if is_eval(folder) else run)(folder)
+            run(Path(sys.argv[1]))
     except KeyboardInterrupt as stopped:
         print(str(stopped) or "stopped", file=sys.stderr)
         return TERMINATED if getattr(stopped, "number", signal.SIGINT) == signal.SIGTERM else INTERRUPTED

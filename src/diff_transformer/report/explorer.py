@@ -1,72 +1,35 @@
-"""The attention-map explorer: this module packs the maps, and explorer.js draws them."""
+"""The attention explorer of the page: this module packs the maps, and explorer.js draws them."""
 
 import base64
-import binascii
 
 import numpy as np
 
-from diff_transformer.report.charts import NAMES
-from diff_transformer.report.figure import Figure, Finding
-from diff_transformer.report.load import ResultsError
-from diff_transformer.report.markup import is_number, plural, script_json, tag
-from diff_transformer.report.models import Results, dicts, side_of
+from diff_transformer.lab.rows import Rows
 
 BUDGET = 1_250_000  # characters of base64 in the page, over all examples
 FIRST = 2_500_000  # as many when there is only one
 
 
-def build(results: Results) -> Figure | None:
-    """The explorer with as many example texts as fit the page's budget."""
-    texts = packed_examples([entry for record in results.records for entry in dicts(record.rows.get("explorer"))])
-    kept, left_out, used = [], 0, 0
-    for example in texts:
-        size = sum(len(m["first"]) + len(m.get("second", "")) for m in example["models"])
-        if used + size > (BUDGET if kept else FIRST):
-            left_out += 1
-            continue
-        used += size
-        kept.append(example)
-    if not texts:
-        return None
-    findings = []
-    if left_out:
-        said = f"{plural(left_out, 'example')} of {len(texts)} left out: the maps would make this page too large."
-        findings.append(Finding("note", said))
-    body = tag("p", "The maps of the examples given are too large for one page; give shorter texts.", class_="read")
-    if kept:
-        words = tag("p", "The explorer needs JavaScript; the rest of the page does not.")
-        data = tag("script", script_json({"examples": kept}), type="application/json", id="explorer-data")
-        body = tag("div", words, id="explorer-view") + data
-    return Figure(
-        id="explorer",
-        title="Attention maps, token by token",
-        source=("Fig. 1",),
-        read="Choose a layer and a head, then a token. The tint shows how much that token attends to each earlier "
-        "token. DIFF subtracts λ A₂ from A₁, so weights can be negative; these have a colour of their own. The answer "
-        "is outlined.",
-        body=body,
-        findings=findings,
-    )
-
-
-def packed_examples(entries: list[dict]) -> list[dict]:
-    """The texts of explorer entries in the format of explorer.js: title, tokens, and each model's packed maps.
+def examples(rows: Rows, sides: dict[str, str]) -> tuple[list[dict], int]:
+    """Example texts with each model's maps, as explorer.js takes them, and how many did not fit into the page.
 
     Those that most models answer come first.
-
-    Raises:
-        ResultsError: for an entry whose maps or lambdas do not match its layers, heads and tokens.
     """
     texts: dict[tuple, dict] = {}
-    for entry in entries:
-        tokens = [str(t) for t in entry.get("tokens") or []]
-        title = str(entry.get("title") or "example")
-        if tokens:
-            example = texts.setdefault((title, *tokens), {"title": title, "tokens": tokens, "models": []})
-            example["models"].append(_model(entry, len(tokens)))
-    for example in texts.values():
-        example["models"].sort(key=lambda m: m["side"])
-    return sorted(texts.values(), key=lambda example: -sum(map(_answers, example["models"])))
+    frame = rows["explorer"]
+    for side, entry in zip(frame["side"], frame["entry"], strict=True):
+        tokens, title = [str(token) for token in entry["tokens"]], str(entry.get("title") or "example")
+        text = texts.setdefault((title, *tokens), {"title": title, "tokens": tokens, "models": []})
+        text["models"].append(_model(entry, list(sides).index(side), sides[side], len(tokens)))
+    for text in texts.values():
+        text["models"].sort(key=lambda model: model["side"])
+    kept, used = [], 0
+    for text in sorted(texts.values(), key=lambda text: -sum(map(_answers, text["models"]))):
+        size = sum(len(model["first"]) + len(model.get("second", "")) for model in text["models"])
+        if used + size <= (BUDGET if kept else FIRST):
+            kept.append(text)
+            used += size
+    return kept, len(texts) - len(kept)
 
 
 def _answers(model: dict) -> bool:
@@ -74,55 +37,22 @@ def _answers(model: dict) -> bool:
     return bool(answer) and model["generated"].strip().startswith(answer)
 
 
-def _model(entry: dict, length: int) -> dict:
-    """One model's maps on one text, in the format of explorer.js."""
-    layers, heads = int(entry.get("layers") or 0), int(entry.get("heads") or 0)
-    side = side_of(entry.get("attention"))
-    name = str(entry.get("model") or NAMES[side])
-    span = entry.get("answer_span") or [0, 0]
+def _model(entry: dict, side: int, name: str, length: int) -> dict:
+    """One model's maps on one text."""
+    layers, heads = int(entry["layers"]), int(entry["heads"])
     packed = {
-        "side": side,
-        "name": NAMES[side],
-        "model": name,
-        "layers": layers,
-        "heads": heads,
-        "lambda": _lambdas(entry, layers, name),
-        "span": [min(max(int(i), 0), length) for i in span],
-        "answer": str(entry.get("answer") or ""),
+        "side": side, "name": name, "layers": layers, "heads": heads, "span": entry.get("answer_span") or [0, 0],
+        "lambda": entry.get("lambda") or [0.0] * layers, "answer": str(entry.get("answer") or ""),
         "generated": str(entry.get("generated") or ""),
-    }
-    for part in ("first", "second"):
-        if entry.get(part):
-            packed[part] = pack(entry[part], layers, heads, length, f"{part} map of {name}")
-    if "first" not in packed:
-        raise ResultsError(f'explorer entry of {name} has no "first" map; give base64 bytes of [layers, heads, T, T]')
-    return packed
+    }  # fmt: skip
+    return packed | {part: pack(entry[part], layers, heads, length) for part in ("first", "second") if entry.get(part)}
 
 
-def _lambdas(entry: dict, layers: int, name: str) -> list[float]:
-    values = entry.get("lambda") if entry.get("second") else [0.0] * layers
-    if not isinstance(values, list) or len(values) != layers or not all(is_number(v) for v in values):
-        raise ResultsError(
-            f'explorer entry of {name} has "lambda" {values!r}; give one number for each of {layers} layers'
-        )
-    return [float(v) for v in values]
-
-
-def pack(maps: str, layers: int, heads: int, length: int, where: str) -> str:
+def pack(maps: str, layers: int, heads: int, length: int) -> str:
     """Base64 of uint8 [L, H, T, T] -> base64 of its lower triangles, row by row: [L, H, T (T + 1) / 2].
 
-    The maps are causal, so this halves the size without loss. Raises ResultsError if the number of bytes is wrong.
+    The maps are causal, so this halves the size without loss.
     """
-    try:
-        raw = np.frombuffer(base64.b64decode(maps, validate=True), dtype=np.uint8)
-    except (binascii.Error, TypeError, ValueError) as error:
-        raise ResultsError(f"the {where} is not base64: {error}") from None
-    wanted = layers * heads * length * length
-    if raw.size != wanted or not wanted:
-        raise ResultsError(
-            f"the {where} has {raw.size} bytes, but "
-            f"{layers} layers x {heads} heads x {length} x {length} tokens are {wanted}"
-        )
+    raw = np.frombuffer(base64.b64decode(maps, validate=True), dtype=np.uint8).reshape(layers, heads, length, length)
     rows, columns = np.tril_indices(length)
-    triangles = raw.reshape(layers, heads, length, length)[:, :, rows, columns]  # [L, H, T (T + 1) / 2]
-    return base64.b64encode(np.ascontiguousarray(triangles).tobytes()).decode("ascii")
+    return base64.b64encode(np.ascontiguousarray(raw[:, :, rows, columns]).tobytes()).decode("ascii")

@@ -1,119 +1,315 @@
-"""The page of a comparison as one HTML file that contains its styles, scripts, drawings and data."""
+"""The page of results: rows -> verdicts and figures -> one self-contained HTML file.
 
-from collections.abc import Callable
+One page serves a comparison, experiments on any models, and a study, which has several settings.
+"""
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from string import Template
+from typing import Any
 
-from diff_transformer.checks import require_extra
-from diff_transformer.durable import replacing, require_writable
+import pandas as pd
+from markupsafe import Markup
+
+from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.report.claims import bears_on, claim_links, claims_section, other_claims
-from diff_transformer.report.comparison import load_comparison
-from diff_transformer.report.figures import IN_ORDER, build
-from diff_transformer.report.load import ResultsError, check_results
-from diff_transformer.report.markup import Html, escape, join, tag
-from diff_transformer.report.method import caveats_section, first_screen, method_section, sentence
-from diff_transformer.report.models import Results, noted, of_comparison
+from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, registered
+from diff_transformer.lab.rows import CURVES, Rows, clean, read_rows
+from diff_transformer.lab.sides import BASELINE, CONTROLS, PAIR, name_of
+from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, judge
+from diff_transformer.report import words
+from diff_transformer.report.explorer import examples
 
-SCRIPTS = ("page.js", "explorer.js")
+logger = logging.getLogger("diff_transformer")
+
 LIMIT = 3_000_000  # bytes of a page
-
-
-def write_report(results: Results | dict | Path | str, path: Path | str, *, overwrite: bool = False) -> Path:
-    """Write the page of a comparison and return its path.
-
-    ``results`` is the folder of a comparison, the path of its results.json or what that holds, or ``Results``.
-    Sections without data are left out. Raises FileExistsError if ``path`` exists and ``overwrite`` is False, and
-    ResultsError if ``results`` is not a comparison or its page would exceed 3 MB.
-    """
-
-    def render() -> str:
-        if isinstance(results, str | Path):
-            return render_page(load_comparison(results))
-        return render_page(check_results(results) if isinstance(results, dict) else results)
-
-    return save_page(render, path, overwrite=overwrite)
-
-
-def save_page(render: Callable[[], str], path: Path | str, *, overwrite: bool = False) -> Path:
-    """Write the page that ``render`` returns to ``path`` atomically.
-
-    Before rendering, it raises RuntimeError without the extra ``report``, FileExistsError if ``path`` exists and
-    ``overwrite`` is False, and UserError if the folder is not writable. It raises ResultsError for a page above 3 MB.
-    """
-    path = Path(path)
-    require_installed()
-    require_writable(path.parent)
-    if path.exists() and not overwrite:
-        raise UserError(f"{path} exists; give another path, or --overwrite (overwrite=True) to replace it")
-    page = render().encode("utf-8")
-    if len(page) > LIMIT:
-        raise ResultsError(
-            f"the page would have {len(page):,} bytes, above {LIMIT:,}; give fewer results or seeds, or shorter rows"
-        )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with replacing(path) as part:
-        part.write_bytes(page)
-    return path
+COSTS = ("parameters", "flops_per_token", "kv_bytes_per_token", "throughput", "throughput_forward")
+_NO_EXPERIMENT = {
+    *CURVES,
+    "outliers",
+    "gradients",
+    "model",
+    "explorer",
+    "allocation_heads",
+    "outliers_top",
+    "quantization_choice",
+}
 
 
 def require_installed() -> None:
-    """Raise RuntimeError without the extra ``report``: every page draws charts, and most compute intervals."""
-    require_extra("report", "a report", "scipy", "vl_convert")
+    """Raise UserError, before anything else is done, if what a page needs is missing."""
+    from diff_transformer.checks import require_extra
+
+    require_extra("report", "the report", "altair", "vl_convert", "jinja2", "scipy")
 
 
-def render_page(results: Results | dict) -> str:
-    """The whole page as a string."""
-    shown = of_comparison(results) if isinstance(results, dict) else results
-    built = [(build(module, shown), getattr(module, "EVAL", "")) for module in IN_ORDER]
-    figures = [noted(figure, shown, name) if name else figure for figure, name in built if figure is not None]
+def write_report(sources: Sequence[Path | str] | Rows, out: Path | str, *, overwrite: bool = False) -> Path:
+    """Write the page of some results and return its path.
 
-    def figure_of(claim: dict) -> str | None:
-        return next((f.id for f in figures if bears_on(claim, f.source)), None)
+    Args:
+        sources: files of rows, folders of ``compare``, ``study`` or ``eval``; or their rows.
+        out: the HTML file.
 
-    about = shown.about
-    sections = [(f.id, f.title) for f in figures] + [("method", "How this was measured"), ("caveats", "Caveats")]
-    return fill_page(
-        title=about.get("title") or "DIFF and Transformer, compared",
-        description=sentence(shown),
-        first_screen=first_screen(shown),
-        claims=join([claims_section(about, figure_of) or "", other_claims(about)]),
-        contents=contents(sections),
-        figures=join(f.html(i, claim_links(about, f.source)) for i, f in enumerate(figures, 1)),
-        method=method_section(about),
-        caveats=caveats_section(shown),
-    )
+    Raises:
+        UserError: if ``out`` exists and ``overwrite`` is False, or there is nothing to show.
+    """
+    out = _new_file(Path(out), overwrite)
+    page = render(sources if isinstance(sources, Rows) else read_rows(*sources)).encode()
+    if len(page) > LIMIT:
+        raise UserError(f"the page would have {len(page) / 1e6:.1f} MB; give fewer results")
+    write_whole(out, page)
+    return out
 
 
-def fill_page(
-    *,
-    title: object,
-    description: object,
-    first_screen: Html,
-    contents: Html,
-    figures: Html,
-    claims: Html | None = None,
-    method: Html | None = None,
-    caveats: Html | None = None,
-) -> str:
-    """The template with its parts, styles and scripts; title and description are text."""
-    here = files("diff_transformer.report")
-    return Template((here / "template.html").read_text(encoding="utf-8")).substitute(
-        title=escape(title),
-        description=escape(description),
-        style=(here / "page.css").read_text(encoding="utf-8"),
-        first_screen=first_screen,
-        claims=claims or "",
-        contents=contents,
-        figures=figures,
-        method=method or "",
-        caveats=caveats or "",
-        script="\n".join((here / name).read_text(encoding="utf-8") for name in SCRIPTS),
-    )
+def write_picture(rows: Rows, figure: str, out: Path, *, overwrite: bool = False) -> Path:
+    """Draw one figure of the page as an SVG file in light colours and return its path.
+
+    Raises:
+        UserError: if ``out`` exists and ``overwrite`` is False, or for an unknown figure or one without rows.
+    """
+    from diff_transformer.checks import require_known
+    from diff_transformer.report.charts import names_of, picture
+    from diff_transformer.report.figures import FIGURES
+
+    known = {each.id: each for each in FIGURES}
+    require_known("figure", figure, known)
+    chosen = known[figure]
+    if not len(rows[chosen.table]):
+        raise UserError(f"these results have no rows of {chosen.table}, which {figure} is drawn from")
+    sides = names_of([side for side in rows.sides if (rows[chosen.table]["side"] == side).any()])
+    _new_file(out, overwrite)
+    write_whole(out, picture(chosen.panels(rows, sides), sides))
+    return out
 
 
-def contents(sections: list[tuple[str, str]]) -> Html:
-    """Links to the sections, (id, title)."""
-    items = [tag("li", tag("a", title, href=f"#{name}")) for name, title in sections]
-    return tag("nav", tag("ol", *items), class_="contents", aria_label="Sections")
+def _new_file(out: Path, overwrite: bool) -> Path:
+    if out.exists() and not overwrite:
+        raise UserError(f"{out} exists; choose another file, or give --overwrite")
+    require_installed()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    return out
+
+
+def ours_and_others(rows: Rows) -> tuple[str, list[str]]:
+    """The side whose claims are judged, and those it is compared with; "" and none without a pair."""
+    ours, baseline = PAIR
+    if ours not in rows.sides:
+        ours = next((side for side in rows.sides if side not in (baseline, *CONTROLS)), "")
+    others = [side for side in (baseline, *CONTROLS) if side in rows.sides]
+    return (ours, others) if ours and baseline in others else ("", [])
+
+
+def judged(rows: Rows) -> tuple[str, Verdicts]:
+    """The side whose claims are judged, and the verdicts; "" and none without a pair."""
+    ours, others = ours_and_others(rows)
+    return ours, judge(rows, ours, others) if ours else {}
+
+
+@dataclass
+class Drawn:
+    """A figure of the page, drawn for wide and for narrow screens."""
+
+    id: str
+    title: str
+    source: str = ""
+    read: str = ""
+    paper: str = ""
+    sides: dict[str, str] = field(default_factory=dict)
+    wide: str = ""
+    narrow: str = ""
+    table: pd.DataFrame = field(default_factory=pd.DataFrame)
+    settings: str = ""
+    examples: tuple = ((), ())
+    error: str = ""
+
+
+@dataclass
+class Section:
+    """What the page has of one setting."""
+
+    setting: str
+    rows: Rows
+    sides: dict[str, str]
+    ours: str
+    others: list[str]
+    verdicts: Verdicts
+    plots: dict[str, Markup]
+    variants: Verdicts
+    values: list
+    figures: list[Drawn]
+
+
+def render(rows: Rows) -> str:
+    """The whole page.
+
+    Raises:
+        UserError: if there is nothing to show.
+    """
+    import jinja2
+
+    from diff_transformer.report.charts import names_of
+
+    if not rows.sides:
+        raise UserError("these results have no rows of a model; give results of compare, study or eval")
+    sides = names_of(rows.sides)
+    studied = [setting for setting in rows.settings if "/" not in setting and len(rows.only(setting=setting).sides)]
+    several = len(studied) > 1 and any(setting for setting in studied)
+    parts = [rows.only(setting=[setting, ""]) for setting in studied if setting] if several else [rows]
+    sections = [_section(part, sides, str(place), brief=several) for place, part in enumerate(parts)]
+    texts, left_out = examples(rows, sides) if len(rows["explorer"]) else ([], 0)
+    loader = jinja2.FunctionLoader(lambda name: (files("diff_transformer.report") / "templates" / name).read_text())
+    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
+    environment.filters |= {
+        "num": words.number,
+        "short": words.short,
+        "p_value": words.p_value,
+        "plural": lambda n, word: words.plural(n, word),
+    }
+    first = sections[0]
+    return environment.get_template("page.html").render(
+        sections=sections, sides=sides, Outcome=Outcome, words=words, several=several, rows=rows, explorer=texts,
+        left_out=left_out, facts=words.facts(rows), caveats=words.caveats(first.rows, first.verdicts),
+        run=rows.about("run"), training=rows.about("training"), comparison=rows.about("comparison"),
+        costs=[QUANTITIES[id] for id in COSTS if any(QUANTITIES[id].values(first.rows, side) for side in sides)],
+    )  # fmt: skip
+
+
+def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Section:
+    """One setting: verdicts on the pair, every other model against the Transformer, and the figures."""
+    from diff_transformer.report.charts import NARROW, forest, svg
+
+    ours, others = ours_and_others(rows)
+    quantities = [QUANTITIES[id] for id in OF_TABLES] if brief else None
+    verdicts = judge(rows, ours, others, quantities) if ours else {}
+    drawn = {id: of for id, of in verdicts.items() if next(iter(of.values())).quantity.claim}
+    sizes = {"wide": (700, False), "narrow": (NARROW - 20, True)} if drawn and not brief else {}
+    plots = {name: svg(forest(drawn, sides, *size), f"{prefix}forest{name}") for name, size in sizes.items()}
+    variants: Verdicts = {}
+    for side in rows.sides if ours else []:
+        if side not in (BASELINE, ours) or brief:
+            for id, of in judge(rows, side, [BASELINE], [QUANTITIES["loss"], QUANTITIES["validation_loss"]]).items():
+                variants.setdefault(side, {})[id] = of[BASELINE]
+    alone = [] if ours else [(q, {side: q.average(rows, side) for side in rows.sides}) for q in registered(rows)]
+    values = [(q, of) for q, of in alone if any(found.examples for found in of.values())]
+    shown = ("losses",) if brief else None
+    return Section(
+        str(next((setting for setting in rows.settings if setting), "")), rows,
+        {side: sides[side] for side in rows.sides}, ours, others, verdicts, plots, variants, values,
+        _figures(rows, sides, prefix, shown),
+    )  # fmt: skip
+
+
+def _figures(rows: Rows, sides: dict[str, str], prefix: str, only: Sequence[str] | None) -> list[Drawn]:
+    """The registered figures, and one of each experiment that has none."""
+    from diff_transformer.report.figures import FIGURES, own
+
+    chosen = [each for each in FIGURES if len(rows[each.table]) and (only is None or each.id in only)]
+    made = [
+        _drawn(
+            rows,
+            sides,
+            each.table,
+            each.panels,
+            f"{prefix}{each.id}",
+            each.id,
+            each.title,
+            each.source,
+            each.read,
+            each.paper,
+        )
+        for each in chosen
+    ]
+    known = {each.table for each in FIGURES} | _NO_EXPERIMENT
+    for name in [name for name in rows.experiments if name not in known] if only is None else []:
+        panels = lambda rows, sides, name=name: own(name, rows[name])  # noqa: E731
+        made.append(
+            _drawn(rows, sides, name, panels, f"{prefix}own{len(made)}", name, name.replace("_", " ").capitalize())
+        )
+    return made
+
+
+def _drawn(
+    rows: Rows, sides: dict[str, str], table: str, panels: Any, prefix: str, id: str, title: str, source: str = "",
+    read: str = "", paper: str = "",
+) -> Drawn:  # fmt: skip
+    """The figure; one that raises is named on the page with its error, and the others are drawn."""
+    from diff_transformer.report.charts import NARROW, WIDE, draw, numbers, svg
+
+    shown = {side: sides[side] for side in rows.sides if (rows[table]["side"] == side).any()}
+    made = partial(Drawn, id, title, source, read, paper, shown)
+    try:
+        of = panels(rows, shown)
+        across = min(max(len(of), 2), 3)
+        wide, narrow = draw(of, shown, WIDE / across - 66, across), draw(of, shown, NARROW - 60, 1)
+        return made(
+            svg(wide, f"{prefix}w"), svg(narrow, f"{prefix}n"), numbers(of, shown), _settings(rows, table, shown),
+            words.examples_of(rows, table),
+        )  # fmt: skip
+    except Exception as error:
+        logger.warning("the figure %s cannot be drawn", title, exc_info=True)
+        return made(error=f"{type(error).__name__}: {clean(str(error))[:300]}")
+
+
+_SHOWN = (
+    "length",
+    "lengths",
+    "samples",
+    "digits",
+    "bits",
+    "granularity",
+    "batch",
+    "repeats",
+    "shots",
+    "corpus",
+    "data",
+)
+
+
+def _settings(rows: Rows, experiment: str, sides: dict[str, str]) -> str:
+    """The settings of an experiment; where models were measured with other ones, whose is which."""
+    by_side = {side: rows.about(experiment.removesuffix("_top"), side=side) for side in sides}
+    keys = [key for key in _SHOWN if any(key in of for of in by_side.values())]
+    said = []
+    for key in keys:
+        values = {side: str(of.get(key)) for side, of in by_side.items()}
+        if len(set(values.values())) == 1:
+            said.append(f"{key} {next(iter(values.values()))}")
+        else:
+            said.append(f"{key} differs: {', '.join(f'{sides[side]} {value}' for side, value in values.items())}")
+    notes = dict.fromkeys(str(of[key]) for of in by_side.values() for key in ("note", "asked") if of.get(key))
+    return ", ".join([*said, *notes])
+
+
+def terminal_table(verdicts: Verdicts, ours: str) -> Any:
+    """The verdicts as a table for a terminal of 80 columns: a line for each claim, a column for each other model."""
+    from rich import box
+    from rich.table import Table
+
+    others = list(dict.fromkeys(other for of in verdicts.values() for other in of))
+    seeds = max(verdict.difference.seeds for of in verdicts.values() for verdict in of.values())
+    table = Table(
+        title=f"{name_of(ours)} minus another model, {words.plural(seeds, 'seed')}, 95 % CI", title_justify="left",
+        box=box.SIMPLE, pad_edge=False,
+    )  # fmt: skip
+    table.add_column("claim", max_width=34)
+    for other in others:
+        table.add_column(name_of(other), max_width=26)
+    for of in verdicts.values():
+        claim = next(iter(of.values())).quantity
+        table.add_row(claim.claim or claim.name, *(_terminal_cell(of.get(other)) for other in others))
+    return table
+
+
+def _terminal_cell(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    difference, relative = verdict.difference, verdict.quantity.relative
+    scale, unit = (100, " %") if relative else (1, "")
+    said = "not tested" if verdict.untested else verdict.outcome.value
+    text = f"{words.number(scale * difference.mean, True)}{unit}  {said}"
+    if difference.low is None or difference.high is None:
+        return text
+    return f"{text}\n{words.number(scale * difference.low, True)} to {words.number(scale * difference.high, True)}"

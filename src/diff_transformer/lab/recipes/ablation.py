@@ -1,9 +1,12 @@
-"""The seven rows of Table 6 as configurations, at the scale of any recipe."""
+"""The seven rows of Table 6 as configurations at the scale of any recipe, and as the study ``ablation``."""
 
 import copy
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from diff_transformer.train.config import RunConfig
+
+if TYPE_CHECKING:
+    from diff_transformer.lab.stages import Stage
 
 # name -> (name in the paper's table, whether heads are twice as wide and half as many, fields of the model)
 ROWS: dict[str, tuple[str, bool, dict]] = {
@@ -50,3 +53,15 @@ def ablation_rows(base: RunConfig) -> dict[str, RunConfig]:
         DiffTransformerConfig(**made)
         runs[name] = run
     return runs
+
+
+def stages(corpus: str) -> "list[Stage]":
+    """The study of Table 6 at the demo's scale: every row with three seeds, its loss split into AR-Hit and Others."""
+    from diff_transformer.lab.recipes.desk import demo
+    from diff_transformer.lab.stages import Stage
+
+    base = demo()
+    base.data.corpus = corpus
+    base.evaluation.recall_steps = 0
+    sides = {name.replace("transformer", "softmax"): run.model for name, run in ablation_rows(base).items()}
+    return [Stage({"ablation": base}, sides, range(3), measure=("associative_recall",))]

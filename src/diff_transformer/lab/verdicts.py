@@ -1,0 +1,126 @@
+"""Verdicts on claims as objects, from rows. The page has the words."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import numpy as np
+
+from diff_transformer.lab.quantities import Quantity, registered
+from diff_transformer.lab.rows import Rows
+from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Difference, holm, paired
+
+
+class Outcome(StrEnum):
+    """HELD if the whole interval is on the claimed side of the threshold, FAILED if it is on the other."""
+
+    HELD = "held"
+    FAILED = "did not hold"
+    UNDECIDED = "undecided"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A quantity of one side against another, over the training seeds that both have.
+
+    Attributes:
+        ours, other: the sides.
+        ours_by_seed, other_by_seed: their numbers.
+        untested: why the claim is not tested; "" if it is.
+        holm: p-value adjusted over the claims of the paper against the same side.
+    """
+
+    quantity: Quantity
+    ours: str
+    other: str
+    ours_by_seed: dict[int, float]
+    other_by_seed: dict[int, float]
+    difference: Difference
+    outcome: Outcome
+    untested: str = ""
+    holm: float | None = None
+
+    @property
+    def few(self) -> bool:
+        """True if there are too few seeds for an interval over seeds: the verdict is about these models alone."""
+        return self.difference.seeds < SEEDS_FOR_AN_INTERVAL
+
+    @property
+    def here(self) -> tuple[float, float]:
+        """The means over seeds of the other side and of ours."""
+        return float(np.mean([*self.other_by_seed.values()])), float(np.mean([*self.ours_by_seed.values()]))
+
+    @property
+    def seeds_to_decide(self) -> int | None:
+        """How many seeds would decide an undecided claim; None where that is not known."""
+        tested = self.outcome is Outcome.UNDECIDED and not self.untested and not self.few
+        return self.difference.seeds_to_decide(self.quantity.threshold) if tested else None
+
+
+Verdicts = dict[str, dict[str, Verdict]]  # by id of the quantity, then by the other side
+
+
+def judge(rows: Rows, ours: str, others: Iterable[str], quantities: Sequence[Quantity] | None = None) -> Verdicts:
+    """Judge each quantity that both sides have.
+
+    Args:
+        rows: of one setting.
+        quantities: by default, all that have a claim.
+    """
+    found: Verdicts = {}
+    chosen = [quantity for quantity in registered(rows) if quantity.claim] if quantities is None else quantities
+    diverged = _diverged(rows)
+    for quantity in chosen:
+        for other in others:
+            if verdict := _judge(rows, quantity, ours, other, diverged):
+                found.setdefault(quantity.id, {})[other] = verdict
+    for other in {other for of in found.values() for other in of}:
+        tested = [v for of in found.values() if (v := of.get(other)) and v.difference.p is not None]
+        own = quantities is not None  # then a family of its own, with those that the paper does not claim
+        tested = [v for v in tested if not v.untested and v.quantity.better and (own or not v.quantity.ours)]
+        adjusted = holm([v.difference.p or 0.0 for v in tested])
+        for verdict, p in zip(tested, adjusted, strict=True):
+            found[verdict.quantity.id][other] = replace(verdict, holm=p)
+    return found
+
+
+def _diverged(rows: Rows) -> set[tuple[str, int]]:
+    about = rows["about"]
+    lost = about[(about["of"] == "run") & (about["key"] == "diverged") & about["value"].notna()]
+    return {(side, int(seed)) for side, seed in zip(lost["side"], lost["seed"], strict=True)}
+
+
+def _judge(rows: Rows, quantity: Quantity, ours: str, other: str, diverged: set) -> Verdict | None:
+    pairs = quantity.pairs(rows, ours, other)
+    values = [
+        {seed: value for seed, value in quantity.values(rows, side).items() if (side, seed) not in diverged}
+        for side in (ours, other)
+    ]
+    a, b = values
+    seeds = [seed for seed in pairs if seed in a and seed in b]
+    if not seeds:
+        return None
+    unknown = [
+        seed for seed in pairs if seed not in seeds and (ours, seed) not in diverged and (other, seed) not in diverged
+    ]
+    difference = paired(
+        {seed: pairs[seed] for seed in seeds}, quantity.reduce, relative=quantity.relative,
+        bootstrap=quantity.bootstrap, threshold=quantity.threshold,
+    )  # fmt: skip
+    untested = quantity.why_untested(rows, other)
+    lost = sorted({seed for side, seed in diverged if side in (ours, other)})
+    if lost:  # the remaining seeds are not a fair sample
+        untested = f"training diverged with seed{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
+    elif unknown:
+        untested = f"{len(unknown)} of {len(pairs)} seeds have no number of it"
+    outcome = Outcome.UNDECIDED if untested else _outcome(quantity, difference)
+    return Verdict(
+        quantity, ours, other, {s: a[s] for s in seeds}, {s: b[s] for s in seeds}, difference, outcome, untested
+    )
+
+
+def _outcome(quantity: Quantity, difference: Difference) -> Outcome:
+    low, high = difference.low, difference.high
+    if low is None or high is None or not quantity.better or low <= quantity.threshold <= high:
+        return Outcome.UNDECIDED
+    return Outcome.HELD if (low > quantity.threshold) == (quantity.better == "higher") else Outcome.FAILED

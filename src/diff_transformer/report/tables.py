@@ -1,0 +1,81 @@
+"""Tables of results in Markdown, for README files."""
+
+from collections.abc import Sequence
+
+from diff_transformer.checks import require_known
+from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, Quantity, registered
+from diff_transformer.lab.rows import Rows
+from diff_transformer.lab.sides import BASELINE, name_of
+from diff_transformer.lab.stats import Average
+from diff_transformer.lab.verdicts import judge
+from diff_transformer.report.words import number, p_value
+
+
+def markdown(rows: Rows, quantities: Sequence[str] | None = None) -> str:
+    """For each setting a line for each side and quantity: means over seeds, and differences from the Transformer.
+
+    Where no Transformer is beside the models, a line for each quantity with the number of each model.
+
+    Args:
+        quantities: ids of those to show.
+
+    Raises:
+        UserError: for an unknown quantity.
+    """
+    known = {quantity.id: quantity for quantity in registered(rows)} | QUANTITIES
+    for name in quantities or ():
+        require_known("quantity", name, known)
+    chosen = [known[name] for name in quantities] if quantities else None
+    parts = []
+    for setting in rows.settings:
+        of = rows.only(setting=setting)
+        if of.sides and "/" not in setting:
+            title = f"**{setting}**\n\n" if setting else ""
+            several = BASELINE in of.sides and len(of.sides) > 1
+            shown = _differences(of, chosen) if several else _values(of, chosen)
+            parts.append(title + shown if shown else "")
+    return "\n\n".join(part for part in parts if part)
+
+
+def _differences(rows: Rows, chosen: list[Quantity] | None) -> str:
+    lines = [
+        "| model | quantity | Transformer | model | difference (95 % CI) | seeds | p, Holm | verdict |",
+        "|---" * 8 + "|",
+    ]
+    for side in rows.sides:
+        if side == BASELINE:
+            continue
+        for of in judge(rows, side, [BASELINE], chosen or [QUANTITIES[id] for id in OF_TABLES]).values():
+            verdict = of[BASELINE]
+            difference, (theirs, ours) = verdict.difference, verdict.here
+            ends = (
+                ""
+                if difference.low is None
+                else f" ({number(difference.low, True)} to {number(difference.high, True)})"
+            )
+            adjusted = "" if verdict.holm is None else p_value(verdict.holm)
+            said = ("not tested" if verdict.untested else verdict.outcome.value) if verdict.quantity.better else ""
+            cells = (
+                name_of(side), verdict.quantity.name, number(theirs), number(ours),
+                f"{number(difference.mean, True)}{ends}", str(difference.seeds), adjusted, said,
+            )  # fmt: skip
+            lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _values(rows: Rows, chosen: list[Quantity] | None) -> str:
+    """A line a quantity: the number of each model, with its 95 % interval and number of examples."""
+    lines = [f"| quantity | {' | '.join(map(name_of, rows.sides))} |", "|---" * (len(rows.sides) + 1) + "|"]
+    for quantity in chosen or registered(rows):
+        found = [quantity.average(rows, side) for side in rows.sides]
+        if any(of.examples for of in found):
+            cells = [_cell(of) for of in found]
+            lines.append(f"| {quantity.name} | {' | '.join(cells)} |")
+    return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _cell(of: Average) -> str:
+    if not of.examples:
+        return ""
+    ends = f" ({number(of.low)} to {number(of.high)})" if of.low < of.high else ""
+    return f"{number(of.mean)}{ends}, n {of.examples:,}"

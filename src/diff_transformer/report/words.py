@@ -1,0 +1,176 @@
+"""Sentences of the page: the result in one, facts of the run, and the limits of what it shows."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from diff_transformer.lab.rows import Rows
+from diff_transformer.lab.sides import BASELINE, CONTROL, SOURCE
+from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts
+
+PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
+_COUNTED = {Outcome.FAILED: "did not hold", Outcome.UNDECIDED: "undecided"}
+_THAN = {
+    Outcome.HELD: "better than", Outcome.FAILED: "worse than", Outcome.UNDECIDED: "not distinguishable from",
+}  # fmt: skip
+DEFINITIONS = {
+    "Loss": "mean cross-entropy of the next token on held-out text, in nats a token.",
+    "AR-Hit and others": "an AR-Hit token ends an n-gram that occurred earlier in the same context and is rare in the "
+    "training text. Others are all remaining tokens.",
+    "Needle accuracy": "share of the R numbers asked for that greedy decoding gives exactly and in order.",
+    "Attention allocation": "from the last position of a retrieval prompt, each head's weights over the sum of their "
+    "magnitudes. Answer is the share on the sentence asked for.",
+    "Difference": "DIFF minus the other model, paired by training seed and example. An interval over examples is for "
+    "these trained models; another seed may give another difference. With three seeds or more, intervals are for new "
+    "seeds and new examples, and p-values are of the paired t-test, and of sign flips.",
+}
+
+
+def number(value: float | None, sign: bool = False) -> str:
+    """A number with three decimals, fewer for large ones; a dash for none."""
+    if value is None or value != value:
+        return "–"
+    size = abs(value)
+    digits = 0 if size >= 100 else 1 if size >= 10 else 3
+    if 0 < size < 0.001:
+        digits = 5
+    return f"{value:{'+' if sign else ''},.{digits}f}".replace("-", "−")
+
+
+def p_value(value: float) -> str:
+    return "< 0.001" if value < 0.001 else f"{value:.3f}"
+
+
+def short(count: float) -> str:
+    """A count with its unit: 640 K, 2.8 B."""
+    for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"
+
+
+def plural(count: int, word: str) -> str:
+    return f"{count:,} {word}{'' if count == 1 else 's'}"
+
+
+def tally(verdicts: Verdicts, other: str) -> list[Verdict]:
+    """The verdicts on claims of the paper against one side."""
+    return [of[other] for of in verdicts.values() if other in of and not of[other].quantity.ours]
+
+
+def sentence(verdicts: Verdicts, other: str, name: str) -> str:
+    """How many claims of the paper held against one side, with what the intervals are over."""
+    judged = tally(verdicts, other)
+    held = sum(verdict.outcome is Outcome.HELD for verdict in judged)
+    rest = [
+        f"{count} {words}"
+        for outcome, words in _COUNTED.items()
+        if (count := sum(verdict.outcome is outcome for verdict in judged))
+    ]
+    few, seeds = any(verdict.few for verdict in judged), max(verdict.difference.seeds for verdict in judged)
+    where = f"In {'one run' if seeds == 1 else plural(seeds, 'run')} of each model, " if few else ""
+    said = f"{where}{held} of {plural(len(judged), 'claim')} of the paper held against the {name}"
+    said += f"; {' and '.join(rest)}." if rest else "."
+    if few:
+        return f"{said} Intervals are over examples; another seed may give another result."
+    kept = sum(verdict.outcome is Outcome.HELD and (verdict.holm or 0) <= 0.05 for verdict in judged)
+    return f"{said} After Holm's correction {kept} of them hold."
+
+
+def main_claims(verdicts: Verdicts, sides: dict[str, str]) -> str:
+    """DIFF beside each other model in the two claims that matter most: loss, and recall (which is ours)."""
+    said = []
+    for id, words in (("loss", "Loss"), ("recall", "Recall from noise (not a claim of the paper)")):
+        if of := verdicts.get(id):
+            beside = [f"{_THAN[v.outcome]} the {sides[o]} ({number(v.difference.mean, True)})" for o, v in of.items()]
+            said.append(f"{words}: {', '.join(beside)}.")
+    return " ".join(said)
+
+
+def corpus_of(data: dict) -> str:
+    """The names of the corpora of a run's ``data`` settings, several with their shares of the text."""
+    corpora = data.get("corpora") or {data.get("corpus", ""): 1.0}
+    names, total = {corpus: Path(corpus).name or corpus for corpus in corpora}, sum(corpora.values())
+    if len(corpora) == 1:
+        return next(iter(names.values()))
+    return ", ".join(f"{names[corpus]} {100 * share / total:.0f} %" for corpus, share in corpora.items())
+
+
+def facts(rows: Rows) -> dict[str, str]:
+    """Facts of the run for the first screen."""
+    config, machine, about = rows.about("run").get("config") or {}, rows.about("training"), rows.about("comparison")
+    train, data, shown = config.get("train", {}), config.get("data", {}), {}
+    if config.get("name"):
+        shown["Recipe"] = config["name"]
+    for side, count in rows["model"].groupby("side", sort=False)["parameters"].max().items():
+        if side in ("diff", BASELINE) and count == count:
+            shown["Parameters" if side == "diff" else "Its Transformer's"] = short(float(count))
+    if train.get("steps") and data.get("length"):
+        tokens = train["batch_size"] * data["length"]
+        shown["Steps"] = f"{train['steps']:,} of {train['batch_size']} × {data['length']} tokens"
+        shown["Tokens"] = short(train["steps"] * tokens)
+    if data:
+        shown["Corpus"] = corpus_of(data)
+    seeds = rows["validation"]["seed"].nunique() or rows["model"]["seed"].nunique()
+    if seeds:
+        shown["Training seeds"] = str(seeds)
+    if machine.get("cpu"):
+        device = machine["cpu"] if machine.get("device") == "cpu" else machine["device"]
+        shown["Machine"] = f"{device}, {plural(int(machine.get('threads') or 1), 'thread')}"
+    if about.get("seconds"):
+        shown["Time"] = f"{about['seconds'] / 60:.0f} min"
+    return shown
+
+
+def caveats(rows: Rows, verdicts: Verdicts) -> list[str]:
+    """The limits of this run, derived from its own numbers, a sentence each."""
+    config, said = rows.about("run").get("config") or {}, []
+    train, data = config.get("train", {}), config.get("data", {})
+    size = rows["model"]["parameters"].max()
+    if size and size < PAPER_PARAMETERS / 2:
+        scale = f"The models have {short(size)} parameters, about 1/{PAPER_PARAMETERS / size:,.0f} of the paper's 3 B"
+        if train.get("steps"):
+            tokens = train["steps"] * train["batch_size"] * data["length"]
+            scale += f", and saw {short(tokens)} tokens, about 1/{short(PAPER_TOKENS / tokens)} of its 1 T"
+        said.append(f"{scale}. A result at one scale need not hold at the other, in either direction.")
+    seeds = rows["validation"]["seed"].nunique()
+    if seeds == 1:
+        said.append("One seed cannot separate a difference between models from a difference between seeds.")
+    elif 1 < seeds < 5:
+        said.append(f"{seeds} seeds: intervals over so few seeds are wide.")
+    if "diff" in rows.sides and BASELINE in rows.sides and CONTROL not in rows.sides and SOURCE not in rows.sides:
+        said.append(
+            "DIFF normalises its heads, the Transformer does not. To see what the norm does alone, run the same "
+            f"command with --resume --variants {CONTROL}."
+        )
+    if SOURCE in rows.sides:
+        said.append("All models start with the logits of one pretrained Transformer, measured once before training.")
+    if data:
+        said.append("One corpus; other text may rank the models differently.")
+    if len(verdicts) > 3 and all(verdict.few for of in verdicts.values() for verdict in of.values()):
+        said.append("The claims are tested without a correction for multiple tests; some may hold or fail by chance.")
+    if len(rows["throughput"]):
+        said.append("Speed depends on the machine, shapes and kernels.")
+    said.append("The paper's numbers marked † come from a third party's transcription.")
+    return said
+
+
+def examples_of(rows: Rows, experiment: str, count: int = 24) -> tuple[list[str], list[list[object]]]:
+    """Columns and evenly spread rows of an experiment that has texts, for a table; empty without texts."""
+    frame = rows[experiment]
+    texts = [name for name in ("prompt", "expected", "got", "output") if name in frame]
+    if not texts or not len(frame):
+        return [], []
+    frame = frame.dropna(subset=texts[:1])
+    places = sorted({len(frame) * i // count for i in range(min(count, len(frame)))})
+    shown: Sequence[str] = [*texts, *(["score"] if "score" in frame else [])]
+    cells = [
+        [_cell(name, value) for name, value in zip(shown, values, strict=True)]
+        for values in frame.iloc[places][list(shown)].itertuples(index=False)
+    ]
+    return ["model", *shown], [[side, *of] for side, of in zip(frame.iloc[places]["side"], cells, strict=True)]
+
+
+def _cell(name: str, value: object) -> object:
+    if isinstance(value, str):
+        return f"… {value[-240:]}" if name == "prompt" and len(value) > 240 else value[:160]
+    return number(value) if isinstance(value, float) else value
