@@ -107,5 +107,5 @@ def test_a_proportion_has_wilsons_interval():
     assert (found.mean, found.examples, found.seeds) == (0.9, 10, 1)
     assert (found.low, found.high) == pytest.approx((0.5958, 0.9821), abs=1e-4)
     of_seeds = average([np.array([1.0, 0.0]), np.array([1.0, 1.0]), np.array([0.0, 0.0])], proportion=True)
-    assert of_seeds.mean == 0.5
+    assert (of_seeds.mean, of_seeds.low, of_seeds.high) == (0.5, 0.0, 1.0)
     assert math.isnan(average([np.array([math.nan])]).mean)

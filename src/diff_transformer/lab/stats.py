@@ -210,4 +210,5 @@ def average(by_seed: Sequence[np.ndarray], proportion: bool = False) -> Average:
         found = stats.binomtest(int(units.sum()), len(units)).proportion_ci(method="wilson")
         return Average(mean, float(found.low), float(found.high), count, len(kept))
     half = _quantile(len(units) - 1) * float(units.std(ddof=1)) / len(units) ** 0.5 if len(units) > 1 else 0.0
-    return Average(mean, mean - half, mean + half, count, len(kept))
+    low, high = mean - half, mean + half
+    return Average(mean, max(low, 0.0) if proportion else low, min(high, 1.0) if proportion else high, count, len(kept))

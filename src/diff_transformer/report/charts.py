@@ -148,7 +148,7 @@ def _curve(panel: Panel, sides: Sides) -> Any:
     mean = mean.assign(words=[f"{name}, {panel.x} {x:g}: {y:.4g}" for name, x, y in words])
     scale = alt.Scale(zero=False, domain=panel.domain or alt.Undefined, type="log" if panel.log else "linear")
     shared = {
-        "x": alt.X("x:Q", title=panel.x, axis=alt.Axis(tickCount=5, format=",")),
+        "x": alt.X("x:Q", title=panel.x, axis=alt.Axis(tickCount=5, format=",.0f")),
         "y": alt.Y("y:Q", title=None, axis=alt.Axis(format="~g", tickCount=5), scale=scale),
         **by_side(sides, "color"),
     }
