@@ -96,9 +96,8 @@ def compare(
         if quick:
             config = shortened(config)
         models = f"{(len(more) + 2) * seeds} models, each measured afterwards; each of them:"
-        print(f"{models}\n{planned(config)}" if source is None else f"{models} from {source}")
         if dry_run:
-            return None
+            return print(f"{models}\n{planned(config)}" if source is None else f"{models} from {source}")
         cluster = executor(engine, out, address, gpus_per_run)
         run(
             config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster,

@@ -22,7 +22,7 @@ from rich.console import Console
 from diff_transformer.checks import differences, first_line, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
+from diff_transformer.lab.pool import Executor, announced, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, write_rows
@@ -142,6 +142,7 @@ def compare(
         run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
         specs = comparison_specs(config, names, seeds, run)
         until = started + 60 * minutes if minutes else math.inf
+        console.print(announced(specs), soft_wrap=True)
         pool = partial(run_pool, jobs=jobs, executor=executor, until=until)
         about = {} if start is None else {"source": label_of(str(start.folder))}
         return _compare(config, out, names, seeds, specs, about, pool, console, started, report)

@@ -18,7 +18,7 @@ from rich.console import Console
 from diff_transformer.checks import require_positive
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
-from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
+from diff_transformer.lab.pool import Executor, announced, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.record import load_run
 from diff_transformer.lab.rows import finished
 from diff_transformer.lab.spec import REQUEST, RunSpec
@@ -127,6 +127,7 @@ def _run(specs: list[RunSpec], out: Path, pool: Callable, console: Console) -> N
     runs = {out / spec.key: spec for spec in specs}
     if all(map(finished, runs)):
         return
+    console.print(announced([spec for folder, spec in runs.items() if not finished(folder)]), soft_wrap=True)
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
 
