@@ -190,7 +190,7 @@ def test_what_cannot_be_compared_is_refused_before_anything_is_written(assignmen
         compare(override(config, ['model.rope_parameters={"rope_type": "linear"}']), out)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vl_convert" else found(name))
-    with pytest.raises(UserError, match="the report needs vl_convert; install with"):
+    with pytest.raises(UserError, match="a report needs vl_convert; install with"):
         compare(config, out)
     assert not out.exists()
 

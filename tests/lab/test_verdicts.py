@@ -117,3 +117,40 @@ def test_a_transformer_that_recalls_nothing_cannot_test_recall():
 def test_other_examples_are_not_paired():
     rows = [*model("diff"), *({**each, "data_seed": 1} for each in model("softmax"))]
     assert not judge(Rows(rows), "diff", ["softmax"])
+
+
+def test_measurements_with_other_settings_are_not_judged_against_each_other():
+    rows = [row for row in comparison() if not (row["experiment"] == "about" and row.get("of") == "needle")]
+    rows += [row("about", side, 0, "demo", of="needle", example="length", key="length", value=length)
+             for side, length in (("diff", 64), ("softmax", 128))]  # fmt: skip
+    verdict = outcomes(rows)["needle_n1_r1"]
+    assert verdict.untested == "measured with other settings: length 64 and 128"
+    assert verdict.outcome is Outcome.UNDECIDED
+
+
+def test_numbers_that_are_not_finite_decide_nothing():
+    rows = comparison()
+    for each in rows:
+        if each["experiment"] == "associative_recall" and each["side"] == "diff" and each["example"] % 2:
+            each["loss"] = math.inf
+    verdict = outcomes(rows)["loss"]
+    assert verdict.difference.examples == 20
+    assert verdict.here[1] - verdict.here[0] == pytest.approx(verdict.difference.mean)  # of the same examples
+    zero = [row("throughput", side, example=i, train_tokens_per_second=speed)
+            for side, speed in (("diff", 5.0), ("softmax", 0.0)) for i in range(3)]  # fmt: skip
+    verdict = judge(Rows(zero), "diff", ["softmax"])["throughput"]["softmax"]
+    assert (verdict.outcome, verdict.untested) == (Outcome.UNDECIDED, "the other model's number is 0")
+
+
+def test_an_example_that_one_seed_lacks_is_left_out_of_all():
+    rows = comparison(seeds=(0, 1, 2), explorer=False)
+    lacking = [each for each in rows if (each["experiment"], each["seed"], each["example"]) != ("allocation", 1, 3)]
+    difference = outcomes(lacking)["answer"].difference
+    assert (difference.over, difference.examples) == ("seeds and examples", 39)
+
+
+def test_equal_differences_in_every_seed_are_no_certainty():
+    rows = [row("recall", side, seed, example=0, length=8, hits=hits, questions=8)
+            for side, hits in (("diff", 8), ("softmax", 4)) for seed in range(3)]  # fmt: skip
+    verdict = judge(Rows(rows), "diff", ["softmax"])["recall"]["softmax"]
+    assert (verdict.outcome, verdict.difference.p) == (Outcome.UNDECIDED, 0.25)

@@ -83,7 +83,6 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
     from diff_transformer.lab.evaluate import experiment, run_suite
     from diff_transformer.report.page import require_installed, write_report
 
-    require_installed()
     outcomes = run_suite(plan, out, resume=resume, bar=bar)
     for outcome in outcomes:
         print(
@@ -98,7 +97,11 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
                 for metric, value in outcome.result.metrics.items():
                     print(f"{metric:32} {shown_number(value)}")
     if any(outcome.error is None for outcome in outcomes):
-        print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
+        try:
+            require_installed()
+            print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
+        except UserError as error:  # the results are there, and a page can be made of them anywhere
+            print(f"no page: {error}", file=sys.stderr)
     return any(outcome.error for outcome in outcomes)
 
 
@@ -170,6 +173,7 @@ def report(
     """Write the page of results and print the claims; or print tables, or draw one figure."""
     from rich.console import Console
 
+    from diff_transformer.checks import require_known
     from diff_transformer.lab.compare import read_results
     from diff_transformer.report.page import judged, terminal_table, write_picture, write_report
     from diff_transformer.report.tables import markdown
@@ -177,6 +181,9 @@ def report(
     if (out is None) != table:
         raise UserError("give --out FILE for a page or a figure, or --table for tables")
     rows = read_results(*results)
+    for name, given, known in (("setting", settings, rows.settings), ("side", sides, rows.sides)):
+        for value in given or ():
+            require_known(name, value, known)
     rows = rows.only(**{name: [*of, ""] for name, of in (("setting", settings), ("side", sides)) if of})
     if out is None:
         return print(markdown(rows, quantities))

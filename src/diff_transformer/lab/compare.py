@@ -197,13 +197,18 @@ def _report(out: Path, console: Console) -> Verdicts:
 
 def read_results(*sources: Path) -> Rows:
     """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them."""
-    rows = Rows()
-    others = [source for source in sources if not (source / REQUEST).exists()]
-    if others:
-        rows = read_rows(*others)
-    for source in sources:
-        if source not in others:
-            rows = rows.joined(read_comparison(source))
+    below = {source: sorted(path.parent for path in source.rglob(REQUEST)) for source in sources if source.is_dir()}
+    comparisons = list(dict.fromkeys(folder for folders in below.values() for folder in folders))
+    others = [source for source in sources if not below.get(source)]
+    rows = read_rows(*others) if others or not comparisons else Rows()
+    for folder in comparisons:
+        found = read_comparison(folder)
+        if len(comparisons) > 1:  # each is a setting of its own
+            found.frames = {
+                name: frame.assign(setting=frame["setting"].where(frame["setting"] == "", folder.name))
+                for name, frame in found.frames.items()
+            }
+        rows = rows.joined(found)
     return rows
 
 

@@ -137,6 +137,13 @@ class Quantity:
         key = ["seed", "data_seed", "example"]
         a, b = (frame[frame["side"] == side] for side in (ours, other))
         both = a.merge(b, on=key, suffixes=("", "_other"), validate="one_to_one")
+        shared = both.groupby(key[1:])["seed"].transform("nunique") == both["seed"].nunique()
+        both = both[shared] if shared.any() else both  # examples that all seeds have, in one order
+        rank = {
+            example: place for place, example in enumerate(dict.fromkeys(zip(*(both[k] for k in key[1:]), strict=True)))
+        }
+        order = [rank[example] for example in zip(*(both[k] for k in key[1:]), strict=True)]
+        both = both.assign(rank=order).sort_values("rank", kind="stable")
         theirs = [f"{column}_other" for column in columns]
         return {
             int(seed): (of[columns].to_numpy(float), of[theirs].to_numpy(float)) for seed, of in both.groupby("seed")
@@ -232,8 +239,8 @@ def _first_step(curve: "pd.DataFrame") -> "pd.Series":
     import pandas as pd
 
     steps, accuracy = curve["step"].to_numpy(float), curve["accuracy"].to_numpy(float)
-    at = steps[-1]
-    for place in range(1, len(steps)):
+    at = steps[0] if accuracy[0] >= GOAL else steps[-1]
+    for place in range(1, len(steps) if accuracy[0] < GOAL else 0):
         if accuracy[place] >= GOAL:
             low, high = accuracy[place - 1 : place + 1]
             at = steps[place - 1] + (steps[place] - steps[place - 1]) * (GOAL - low) / (high - low)
@@ -384,9 +391,10 @@ _REGISTERED = [
 ]  # fmt: skip
 QUANTITIES: dict[str, Quantity] = {quantity.id: quantity for quantity in _REGISTERED}
 OF_TABLES = (  # what tables of a study show
-    "validation_loss", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "needle_n4_r1", "needle_n4_r2", "nll128",
-    "nll512", "answer", "noise", "logits", "logits_in_medians", "hidden", "hidden_in_medians", "four_bits", "many_shot",
-    "order_random", "recall", "steps_to_goal", "gradient_median", "gradient_largest", "gradient_spikes",
+    "loss", "validation_loss", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "needle_n4_r1", "needle_n4_r2",
+    "nll128", "nll512", "answer", "noise", "logits", "logits_in_medians", "hidden", "hidden_in_medians",
+    "four_bits", "many_shot", "order_random", "recall", "steps_to_goal", "long_nll", "hallucination",
+    "gradient_median", "gradient_largest", "gradient_spikes",
 )  # fmt: skip
 
 

@@ -12,6 +12,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
@@ -66,7 +67,11 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\uff
 
 
 def clean(value: Any) -> Any:
-    """A string without control characters and lone surrogates, which neither XML nor UTF-8 can hold."""
+    """The value, its strings without control characters and lone surrogates, which neither XML nor UTF-8 can hold."""
+    if isinstance(value, dict):
+        return {clean(key): clean(of) for key, of in value.items()}
+    if isinstance(value, list):
+        return [clean(of) for of in value]
     return _CONTROL.sub("\ufffd", value) if isinstance(value, str) else value
 
 
@@ -211,9 +216,9 @@ def read_file(path: Path) -> list[dict]:
             rows = [json.loads(line) for line in file]
     except FileNotFoundError:
         raise UserError(f"there is no file {path}; give one that compare, study or eval wrote, or its folder") from None
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, zlib.error) as error:
         raise UserError(f"{path} is no file of rows ({error}); give one that compare, study or eval wrote") from None
-    if not rows or not all(isinstance(row, dict) and {"experiment", "side"} <= row.keys() for row in rows):
+    if not rows or not all(isinstance(row, dict) and {"experiment", *MODEL} <= row.keys() for row in rows):
         raise UserError(f"{path} holds no rows of an experiment; give a file that compare, study or eval wrote")
     return rows
 
@@ -247,25 +252,23 @@ def files_of(folder: Path) -> list[Path]:
 def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
     """The rows of each part, with names of sides that tell models and settings apart, each measurement once."""
     identities = [_identity(rows) for rows in parts]
-    paths: dict[tuple, dict[str, None]] = defaultdict(dict)  # setting, side, seed -> paths of the models of that name
+    models: dict[tuple, dict[tuple, None]] = defaultdict(dict)  # setting, side, seed -> the models of that name
     for identity in identities:
-        paths[identity[:3]].setdefault(identity[3])
+        models[identity[:3]].setdefault(identity[3:])
     seen: dict[tuple, dict] = {}  # measurement -> its settings
     for rows, identity in zip(parts, identities, strict=True):
-        side = _longer(identity[1], identity[3], [*paths[identity[:3]]])
-        for of in _grouped(rows, ("experiment", "data_seed")):
-            name = of[0]["experiment"]
+        side = _longer(identity[1], *identity[3:], [*models[identity[:3]]])
+        for of in _grouped(rows, ("experiment", "data_seed", "of")):
+            name = of[0]["of"] if of[0]["experiment"] in ("about", "metric") else of[0]["experiment"]
             settings = _settings(rows, name)
-            first = seen.setdefault((*identity, name, of[0].get("data_seed", 0)), settings)
-            if first is not settings and name not in ("about", "metric"):
-                if first == settings:
-                    continue
-                more = ", ".join(
-                    f"{key} {settings.get(key)}" for key in {**first, **settings} if first.get(key) != settings.get(key)
-                )
-                yield [{**row, "side": f"{side} ({more})"} for row in of]
-            else:
+            measurement = (*identity, of[0]["experiment"], name, of[0].get("data_seed", 0))
+            first = seen.setdefault(measurement, settings)
+            if first is settings:
                 yield [{**row, "side": side} for row in of]
+            elif first != settings:
+                different = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
+                more = ", ".join(f"{key} {settings.get(key)}" for key in different)
+                yield [{**row, "side": f"{side} ({more})"} for row in of]
 
 
 def _identity(rows: list[dict]) -> tuple:
@@ -278,16 +281,18 @@ def _identity(rows: list[dict]) -> tuple:
     )  # fmt: skip
 
 
-def _longer(side: str, path: str, paths: list[str]) -> str:
-    """``side``, or as much of the end of ``path`` as tells it from the other ``paths``."""
-    others = [other for other in paths if other and other != path]
-    if not others or not path:
+def _longer(side: str, path: str, weights: str, models: list[tuple[str, str]]) -> str:
+    """``side``, or as much of the end of ``path`` as tells it from the other ``models`` (paths and fingerprints)."""
+    if not path and not weights:
         return side
+    if any(other == path and theirs != weights for other, theirs in models):  # trained on in place
+        return f"{side} ({weights[:8]})"
+    others = [other for other, _ in models if other and other != path]
     own = Path(path).parts
-    for count in range(1, len(own) + 1):
+    for count in range(1, len(own) + 1) if others else ():
         if all(Path(other).parts[-count:] != own[-count:] for other in others):
             return "/".join(own[-count:])
-    return path
+    return path if others and path else side
 
 
 def _grouped(rows: list[dict], columns: tuple[str, ...]) -> list[list[dict]]:
@@ -300,6 +305,11 @@ def _grouped(rows: list[dict], columns: tuple[str, ...]) -> list[list[dict]]:
 CIRCUMSTANCES = (  # facts that may differ between repeated measurements
     "seed", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python", "platform",
     "date", "seconds", "path", "weights", "dtype", "run", "class", "positions",
+)  # fmt: skip
+
+
+SETTINGS = (  # of a measurement; models are compared if they agree in these
+    "length", "lengths", "samples", "digits", "bits", "granularity", "batch", "repeats", "shots", "corpus", "data",
 )  # fmt: skip
 
 

@@ -82,6 +82,8 @@ class Stage:
         return self.folder.format(setting=setting, rate=rate)
 
     def _rates(self, setting: str, side: str, swept: Choices) -> Iterable[float]:
+        if isinstance(self.rates, Mapping):
+            require_known("side of rates", side, self.rates)
         rates: Rate | None = self.rates[side] if isinstance(self.rates, Mapping) else self.rates
         if rates is None:
             rates = self.settings[setting].optim.lr

@@ -114,7 +114,8 @@ def paired(
     error, freedom = _error(float(values.var(ddof=1)) / len(values), len(values), variance, examples)
     half = _quantile(freedom) * error
     over = "seeds and examples" if draws is not None else "seeds"
-    p, flips = _p_value(mean - threshold, error, freedom), sign_flips(values - threshold)
+    flips = sign_flips(values - threshold)
+    p = _p_value(mean - threshold, error, freedom) if error else flips
     return Difference(mean, mean - half, mean + half, over, by_seed, examples, p, flips, variance)
 
 
@@ -151,7 +152,7 @@ def _quantile(freedom: float, level: float = 0.05) -> float:
 def _p_value(distance: float, error: float, freedom: float) -> float:
     from scipy.stats import t
 
-    return float(2 * t.sf(abs(distance) / error, freedom)) if error else float(distance == 0)
+    return float(2 * t.sf(abs(distance) / error, freedom))
 
 
 def sign_flips(differences: np.ndarray) -> float:
@@ -206,9 +207,12 @@ def average(by_seed: Sequence[np.ndarray], proportion: bool = False) -> Average:
     count, many = sum(map(len, kept)), len(kept) >= SEEDS_FOR_AN_INTERVAL
     units = np.array([of.mean() for of in kept]) if many else np.concatenate(kept)
     mean = float(units.mean())
+    proportion = proportion and bool(((units >= 0) & (units <= 1)).all())
     if proportion and not many and np.isin(units, (0, 1)).all():
         found = stats.binomtest(int(units.sum()), len(units)).proportion_ci(method="wilson")
         return Average(mean, float(found.low), float(found.high), count, len(kept))
-    half = _quantile(len(units) - 1) * float(units.std(ddof=1)) / len(units) ** 0.5 if len(units) > 1 else 0.0
+    half = _quantile(len(units) - 1) * float(units.std(ddof=1)) / len(units) ** 0.5 if len(units) > 1 else math.nan
     low, high = mean - half, mean + half
-    return Average(mean, max(low, 0.0) if proportion else low, min(high, 1.0) if proportion else high, count, len(kept))
+    if proportion and len(units) > 1:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Average(mean, low, high, count, len(kept))

@@ -8,6 +8,7 @@ import json
 import math
 import os
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -106,13 +107,13 @@ def _specs(part: list[Stage], rates: dict[str, float]) -> list[RunSpec]:
 def best_rates(sweep: Stage, rates: dict[str, float], out: Path) -> dict[str, float]:
     """For each side of a finished sweep the learning rate of the lowest score; a run that diverged has the highest."""
     assert sweep.score is not None  # it makes the stage a sweep
-    best: dict[str, tuple[float, float]] = {}
+    scores: dict[tuple[str, float], list[float]] = defaultdict(list)
     for spec in sweep.specs(rates):
         record = load_run(out / spec.key)
         score = math.inf if record.diverged else sweep.score(record)
-        if spec.side not in best or score < best[spec.side][0]:
-            best[spec.side] = score, spec.config.optim.lr
-    return {side: rate for side, (_, rate) in best.items()}
+        scores[spec.side, spec.config.optim.lr].append(score if math.isfinite(score) else math.inf)
+    means = {key: sum(of) / len(of) for key, of in scores.items()}
+    return {side: min((mean, rate) for (of, rate), mean in means.items() if of == side)[1] for side, _ in means}
 
 
 def _holds_runs(out: Path) -> bool:

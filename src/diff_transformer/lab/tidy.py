@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.rows import row
+from diff_transformer.lab.rows import KEYS, row
 
 _NAMES = {"needle": {"needles": "n", "queries": "r"}}  # columns that rows call otherwise
 _FOUND = {  # numbers that no function of the rows gives
@@ -47,9 +47,10 @@ def _plain(name: str, rows: Iterable[dict], make, about) -> Iterator[dict]:
     other = _NAMES.get(name, {})
     for place, values in enumerate(rows):
         example = values.get("row", values.get("id", place))
-        yield make(
-            name, example=example, **{other.get(key, key): value for key, value in values.items() if key != "row"}
-        )
+        if "set" in values:  # ids are unique in their set
+            example = f"{values['set']} {example}"
+        columns = {other.get(key, key): value for key, value in values.items() if key != "row"}
+        yield make(name, example=example, **{f"{key}_" if key in KEYS else key: of for key, of in columns.items()})
 
 
 def _allocation(name: str, rows: Iterable[dict], make, about) -> Iterator[dict]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 
 from diff_transformer.lab.quantities import Quantity, registered
-from diff_transformer.lab.rows import Rows
+from diff_transformer.lab.rows import SETTINGS, Rows
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Difference, holm, paired
 
 
@@ -69,10 +69,10 @@ def judge(rows: Rows, ours: str, others: Iterable[str], quantities: Sequence[Qua
     """
     found: Verdicts = {}
     chosen = [quantity for quantity in registered(rows) if quantity.claim] if quantities is None else quantities
-    diverged = _diverged(rows)
+    lost = diverged(rows)
     for quantity in chosen:
         for other in others:
-            if verdict := _judge(rows, quantity, ours, other, diverged):
+            if verdict := _judge(rows, quantity, ours, other, lost):
                 found.setdefault(quantity.id, {})[other] = verdict
     for other in {other for of in found.values() for other in of}:
         tested = [v for of in found.values() if (v := of.get(other)) and v.difference.p is not None]
@@ -84,43 +84,51 @@ def judge(rows: Rows, ours: str, others: Iterable[str], quantities: Sequence[Qua
     return found
 
 
-def _diverged(rows: Rows) -> set[tuple[str, int]]:
+def diverged(rows: Rows) -> set[tuple[str, int]]:
+    """Side and training seed of each run that diverged."""
     about = rows["about"]
     lost = about[(about["of"] == "run") & (about["key"] == "diverged") & about["value"].notna()]
     return {(side, int(seed)) for side, seed in zip(lost["side"], lost["seed"], strict=True)}
 
 
-def _judge(rows: Rows, quantity: Quantity, ours: str, other: str, diverged: set) -> Verdict | None:
-    pairs = quantity.pairs(rows, ours, other)
-    values = [
-        {seed: value for seed, value in quantity.values(rows, side).items() if (side, seed) not in diverged}
-        for side in (ours, other)
-    ]
-    a, b = values
-    seeds = [seed for seed in pairs if seed in a and seed in b]
-    if not seeds:
-        return None
-    unknown = [
-        seed for seed in pairs if seed not in seeds and (ours, seed) not in diverged and (other, seed) not in diverged
-    ]
-    difference = paired(
-        {seed: pairs[seed] for seed in seeds}, quantity.reduce, relative=quantity.relative,
-        bootstrap=quantity.bootstrap, threshold=quantity.threshold,
-    )  # fmt: skip
-    untested = quantity.why_untested(rows, other)
-    lost = sorted({seed for side, seed in diverged if side in (ours, other)})
+def _judge(rows: Rows, quantity: Quantity, ours: str, other: str, gone: set) -> Verdict | None:
+    every = quantity.pairs(rows, ours, other)
+    pairs = {seed: both for seed, both in every.items() if not gone & {(ours, seed), (other, seed)}}
+    with np.errstate(divide="ignore", invalid="ignore"):
+        values = {seed: tuple(float(quantity.reduce(scores)) for scores in both) for seed, both in pairs.items()}
+        known = [seed for seed, both in values.items() if np.isfinite(both).all()]
+        if not known:
+            return None
+        difference = paired(
+            {seed: pairs[seed] for seed in known}, quantity.reduce, relative=quantity.relative,
+            bootstrap=quantity.bootstrap, threshold=quantity.threshold,
+        )  # fmt: skip
+    untested = quantity.why_untested(rows, other) or _other_settings(rows, quantity.experiment, ours, other)
+    lost = sorted({seed for side, seed in gone if side in (ours, other)})
     if lost:  # the remaining seeds are not a fair sample
         untested = f"training diverged with seed{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"
-    elif unknown:
-        untested = f"{len(unknown)} of {len(pairs)} seeds have no number of it"
+    elif len(known) < len(values):
+        untested = f"{len(values) - len(known)} of {len(values)} seeds have no number of it"
+    elif not np.isfinite(difference.mean):
+        untested = "the other model's number is 0"
     outcome = Outcome.UNDECIDED if untested else _outcome(quantity, difference)
-    return Verdict(
-        quantity, ours, other, {s: a[s] for s in seeds}, {s: b[s] for s in seeds}, difference, outcome, untested
-    )
+    a, b = ({seed: values[seed][place] for seed in known} for place in (0, 1))
+    return Verdict(quantity, ours, other, a, b, difference, outcome, untested)
+
+
+def _other_settings(rows: Rows, experiment: str, ours: str, other: str) -> str:
+    """Why two sides cannot be compared, if they were measured with other settings; "" if not."""
+    first, second = (rows.about(experiment, side=side) for side in (ours, other))
+    for key in SETTINGS:
+        if key in first and key in second and first[key] != second[key]:
+            return f"measured with other settings: {key} {first[key]} and {second[key]}"
+    return ""
 
 
 def _outcome(quantity: Quantity, difference: Difference) -> Outcome:
     low, high = difference.low, difference.high
+    if difference.seeds >= SEEDS_FOR_AN_INTERVAL and low == high:  # equal in every seed, which is no certainty
+        return Outcome.UNDECIDED
     if low is None or high is None or not quantity.better or low <= quantity.threshold <= high:
         return Outcome.UNDECIDED
     return Outcome.HELD if (low > quantity.threshold) == (quantity.better == "higher") else Outcome.FAILED

@@ -21,6 +21,8 @@ from diff_transformer.lab.sides import name_of
 from diff_transformer.lab.stats import average
 from diff_transformer.lab.verdicts import Outcome, Verdicts
 
+alt.data_transformers.disable_max_rows()
+
 WIDE, NARROW = 1140, 350  # pixels
 COLOURS = [f"var(--s{i})" for i in range(8)]
 MARKS = ["circle", "square", "diamond", "triangle-up", "cross", "triangle-down", "triangle-right", "triangle-left"]

@@ -160,8 +160,8 @@ def quantization(rows: Rows, sides: Sides) -> list[Panel]:
     loss, choice = rows["quantization"].dropna(subset=["loss"]), rows["quantization_choice"].dropna(subset=["score"])
     panels = []
     if len(loss):
-        most = loss[loss["bits"] == loss["bits"].max()][["side", "seed", "example", "loss"]]
-        cost = loss.merge(most, on=["side", "seed", "example"], suffixes=("", "_most"))
+        most = loss[loss["bits"] == loss["bits"].max()][["side", "seed", "data_seed", "example", "loss"]]
+        cost = loss.merge(most, on=["side", "seed", "data_seed", "example"], suffixes=("", "_most"))
         cost = cost.assign(cost=cost["loss"] - cost["loss_most"])
         panels = [
             Panel("Loss it costs", cost, "cost", "bits", joined=True),
@@ -224,9 +224,6 @@ def throughput(rows: Rows, sides: Sides) -> list[Panel]:
 
 def own(experiment: str, frame: pd.DataFrame) -> list[Panel]:
     """Panels of an experiment that has no figure: the mean of each column of numbers."""
-    numbers = [name for name in frame.select_dtypes("number") if name not in ("seed", "data_seed", "example")]
-    return [
-        Panel(name.replace("_", " "), frame.assign(all="all"), name, "all")
-        for name in numbers
-        if frame[name].notna().any()
-    ]
+    numbers = [name for name in frame.select_dtypes(["number", "bool"]) if name not in ("seed", "data_seed", "example")]
+    made = frame.assign(all="all", **{name: frame[name].astype(float) for name in numbers})
+    return [Panel(name.replace("_", " "), made, name, "all") for name in numbers if made[name].notna().any()]

@@ -17,8 +17,8 @@ from markupsafe import Markup
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, registered
-from diff_transformer.lab.rows import CURVES, Rows, clean, read_rows
-from diff_transformer.lab.sides import BASELINE, CONTROLS, PAIR, name_of
+from diff_transformer.lab.rows import CURVES, SETTINGS, Rows, clean, read_rows
+from diff_transformer.lab.sides import BASELINE, CONTROLS, NAMES, PAIR, SOURCE, name_of
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, judge
 from diff_transformer.report import words
 from diff_transformer.report.explorer import examples
@@ -43,7 +43,7 @@ def require_installed() -> None:
     """Raise UserError, before anything else is done, if what a page needs is missing."""
     from diff_transformer.checks import require_extra
 
-    require_extra("report", "the report", "altair", "vl_convert", "jinja2", "scipy")
+    require_extra("report", "a report", "scipy", "vl_convert", "altair", "jinja2")
 
 
 def write_report(sources: Sequence[Path | str] | Rows, out: Path | str, *, overwrite: bool = False) -> Path:
@@ -59,7 +59,9 @@ def write_report(sources: Sequence[Path | str] | Rows, out: Path | str, *, overw
     out = _new_file(Path(out), overwrite)
     page = render(sources if isinstance(sources, Rows) else read_rows(*sources)).encode()
     if len(page) > LIMIT:
-        raise UserError(f"the page would have {len(page) / 1e6:.1f} MB; give fewer results")
+        raise UserError(
+            f"the page would have {len(page) / 1e6:.1f} MB; give fewer results, or choose some with --setting"
+        )
     write_whole(out, page)
     return out
 
@@ -79,6 +81,8 @@ def write_picture(rows: Rows, figure: str, out: Path, *, overwrite: bool = False
     chosen = known[figure]
     if not len(rows[chosen.table]):
         raise UserError(f"these results have no rows of {chosen.table}, which {figure} is drawn from")
+    if len(settings := [setting for setting in rows.settings if setting]) > 1:
+        raise UserError(f"these results have the settings {', '.join(settings)}; choose one with --setting")
     sides = names_of([side for side in rows.sides if (rows[chosen.table]["side"] == side).any()])
     _new_file(out, overwrite)
     write_whole(out, picture(chosen.panels(rows, sides), sides))
@@ -93,11 +97,16 @@ def _new_file(out: Path, overwrite: bool) -> Path:
     return out
 
 
-def ours_and_others(rows: Rows) -> tuple[str, list[str]]:
-    """The side whose claims are judged, and those it is compared with; "" and none without a pair."""
+def ours_and_others(rows: Rows, study: bool = False) -> tuple[str, list[str]]:
+    """The side whose claims are judged, and those it is compared with; "" and none without a pair.
+
+    Args:
+        study: take any side; else one of this package, as a model from elsewhere is no counterpart of a Transformer.
+    """
     ours, baseline = PAIR
     if ours not in rows.sides:
-        ours = next((side for side in rows.sides if side not in (baseline, *CONTROLS)), "")
+        known = [side for side in rows.sides if study or side in NAMES]
+        ours = next((side for side in known if side not in (baseline, *CONTROLS, SOURCE)), "")
     others = [side for side in (baseline, *CONTROLS) if side in rows.sides]
     return (ours, others) if ours and baseline in others else ("", [])
 
@@ -156,10 +165,17 @@ def render(rows: Rows) -> str:
         raise UserError("these results have no rows of a model; give results of compare, study or eval")
     sides = names_of(rows.sides)
     studied = [setting for setting in rows.settings if "/" not in setting and len(rows.only(setting=setting).sides)]
-    several = len(studied) > 1 and any(setting for setting in studied)
-    parts = [rows.only(setting=[setting, ""]) for setting in studied if setting] if several else [rows]
+    named = [setting for setting in studied if setting]
+    if not studied:
+        raise UserError("only sweeps of learning rates are finished; continue the study with `diff-transformer study`")
+    several = len(named) > 1
+    parts = [rows.only(setting=[setting, ""]) for setting in named] if several else [rows.only(setting=[*studied, ""])]
     sections = [_section(part, sides, str(place), brief=several) for place, part in enumerate(parts)]
-    texts, left_out = examples(rows, sides) if len(rows["explorer"]) else ([], 0)
+    try:
+        texts, left_out = examples(rows, sides) if len(rows["explorer"]) else ([], 0)
+    except Exception:
+        logger.warning("the attention explorer cannot be drawn", exc_info=True)
+        texts, left_out = [], len(rows["explorer"])
     loader = jinja2.FunctionLoader(lambda name: (files("diff_transformer.report") / "templates" / name).read_text())
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {
@@ -171,7 +187,7 @@ def render(rows: Rows) -> str:
     first = sections[0]
     return environment.get_template("page.html").render(
         sections=sections, sides=sides, Outcome=Outcome, words=words, several=several, rows=rows, explorer=texts,
-        left_out=left_out, facts=words.facts(rows), caveats=words.caveats(first.rows, first.verdicts),
+        left_out=left_out, facts=words.facts(first.rows), caveats=words.caveats(first.rows, first.verdicts),
         run=rows.about("run"), training=rows.about("training"), comparison=rows.about("comparison"),
         costs=[QUANTITIES[id] for id in COSTS if any(QUANTITIES[id].values(first.rows, side) for side in sides)],
     )  # fmt: skip
@@ -181,7 +197,7 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
     """One setting: verdicts on the pair, every other model against the Transformer, and the figures."""
     from diff_transformer.report.charts import NARROW, forest, svg
 
-    ours, others = ours_and_others(rows)
+    ours, others = ours_and_others(rows, study=brief)
     quantities = [QUANTITIES[id] for id in OF_TABLES] if brief else None
     verdicts = judge(rows, ours, others, quantities) if ours else {}
     drawn = {id: of for id, of in verdicts.items() if next(iter(of.values())).quantity.claim}
@@ -189,10 +205,10 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
     plots = {name: svg(forest(drawn, sides, *size), f"{prefix}forest{name}") for name, size in sizes.items()}
     variants: Verdicts = {}
     for side in rows.sides if ours else []:
-        if side not in (BASELINE, ours) or brief:
+        if side not in (BASELINE, ours):
             for id, of in judge(rows, side, [BASELINE], [QUANTITIES["loss"], QUANTITIES["validation_loss"]]).items():
                 variants.setdefault(side, {})[id] = of[BASELINE]
-    alone = [] if ours else [(q, {side: q.average(rows, side) for side in rows.sides}) for q in registered(rows)]
+    alone = [] if verdicts else [(q, {side: q.average(rows, side) for side in rows.sides}) for q in registered(rows)]
     values = [(q, of) for q, of in alone if any(found.examples for found in of.values())]
     shown = ("losses",) if brief else None
     return Section(
@@ -224,6 +240,8 @@ def _figures(rows: Rows, sides: dict[str, str], prefix: str, only: Sequence[str]
     ]
     known = {each.table for each in FIGURES} | _NO_EXPERIMENT
     for name in [name for name in rows.experiments if name not in known] if only is None else []:
+        if not own(name, rows[name]):
+            continue
         panels = lambda rows, sides, name=name: own(name, rows[name])  # noqa: E731
         made.append(
             _drawn(rows, sides, name, panels, f"{prefix}own{len(made)}", name, name.replace("_", " ").capitalize())
@@ -238,12 +256,12 @@ def _drawn(
     """The figure; one that raises is named on the page with its error, and the others are drawn."""
     from diff_transformer.report.charts import NARROW, WIDE, draw, numbers, svg
 
-    shown = {side: sides[side] for side in rows.sides if (rows[table]["side"] == side).any()}
+    shown = {side: name for side, name in sides.items() if (rows[table]["side"] == side).any()}
     made = partial(Drawn, id, title, source, read, paper, shown)
     try:
         of = panels(rows, shown)
         across = min(max(len(of), 2), 3)
-        wide, narrow = draw(of, shown, WIDE / across - 66, across), draw(of, shown, NARROW - 60, 1)
+        wide, narrow = draw(of, sides, WIDE / across - 66, across), draw(of, sides, NARROW - 60, 1)
         return made(
             svg(wide, f"{prefix}w"), svg(narrow, f"{prefix}n"), numbers(of, shown), _settings(rows, table, shown),
             words.examples_of(rows, table),
@@ -253,25 +271,10 @@ def _drawn(
         return made(error=f"{type(error).__name__}: {clean(str(error))[:300]}")
 
 
-_SHOWN = (
-    "length",
-    "lengths",
-    "samples",
-    "digits",
-    "bits",
-    "granularity",
-    "batch",
-    "repeats",
-    "shots",
-    "corpus",
-    "data",
-)
-
-
 def _settings(rows: Rows, experiment: str, sides: dict[str, str]) -> str:
     """The settings of an experiment; where models were measured with other ones, whose is which."""
     by_side = {side: rows.about(experiment.removesuffix("_top"), side=side) for side in sides}
-    keys = [key for key in _SHOWN if any(key in of for of in by_side.values())]
+    keys = [key for key in SETTINGS if any(key in of for of in by_side.values())]
     said = []
     for key in keys:
         values = {side: str(of.get(key)) for side, of in by_side.items()}

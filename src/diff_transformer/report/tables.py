@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from diff_transformer.checks import require_known
+from diff_transformer.errors import UserError
 from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, Quantity, registered
 from diff_transformer.lab.rows import Rows
 from diff_transformer.lab.sides import BASELINE, name_of
@@ -34,6 +35,8 @@ def markdown(rows: Rows, quantities: Sequence[str] | None = None) -> str:
             several = BASELINE in of.sides and len(of.sides) > 1
             shown = _differences(of, chosen) if several else _values(of, chosen)
             parts.append(title + shown if shown else "")
+    if not any(parts):
+        raise UserError("these results have none of the quantities of a table; choose others with --quantity")
     return "\n\n".join(part for part in parts if part)
 
 

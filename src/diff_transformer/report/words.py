@@ -4,8 +4,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from diff_transformer.lab.rows import Rows
-from diff_transformer.lab.sides import BASELINE, CONTROL, SOURCE
-from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts
+from diff_transformer.lab.sides import BASELINE, CONTROL, SOURCE, name_of
+from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
+from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, diverged
 
 PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
 _COUNTED = {Outcome.FAILED: "did not hold", Outcome.UNDECIDED: "undecided"}
@@ -60,13 +61,16 @@ def tally(verdicts: Verdicts, other: str) -> list[Verdict]:
 def sentence(verdicts: Verdicts, other: str, name: str) -> str:
     """How many claims of the paper held against one side, with what the intervals are over."""
     judged = tally(verdicts, other)
+    if not judged:
+        return "No claim of the paper could be judged."
     held = sum(verdict.outcome is Outcome.HELD for verdict in judged)
     rest = [
         f"{count} {words}"
         for outcome, words in _COUNTED.items()
         if (count := sum(verdict.outcome is outcome for verdict in judged))
     ]
-    few, seeds = any(verdict.few for verdict in judged), max(verdict.difference.seeds for verdict in judged)
+    seeds = max(verdict.difference.seeds for verdict in judged)  # speed has one
+    few = seeds < SEEDS_FOR_AN_INTERVAL
     where = f"In {'one run' if seeds == 1 else plural(seeds, 'run')} of each model, " if few else ""
     said = f"{where}{held} of {plural(len(judged), 'claim')} of the paper held against the {name}"
     said += f"; {' and '.join(rest)}." if rest else "."
@@ -81,7 +85,7 @@ def main_claims(verdicts: Verdicts, sides: dict[str, str]) -> str:
     said = []
     for id, words in (("loss", "Loss"), ("recall", "Recall from noise (not a claim of the paper)")):
         if of := verdicts.get(id):
-            beside = [f"{_THAN[v.outcome]} the {sides[o]} ({number(v.difference.mean, True)})" for o, v in of.items()]
+            beside = [f"{_than(v)} the {sides[o]} ({number(v.difference.mean, True)})" for o, v in of.items()]
             said.append(f"{words}: {', '.join(beside)}.")
     return " ".join(said)
 
@@ -93,6 +97,10 @@ def corpus_of(data: dict) -> str:
     if len(corpora) == 1:
         return next(iter(names.values()))
     return ", ".join(f"{names[corpus]} {100 * share / total:.0f} %" for corpus, share in corpora.items())
+
+
+def _than(verdict: Verdict) -> str:
+    return "not tested against" if verdict.untested else _THAN[verdict.outcome]
 
 
 def facts(rows: Rows) -> dict[str, str]:
@@ -132,10 +140,12 @@ def caveats(rows: Rows, verdicts: Verdicts) -> list[str]:
             tokens = train["steps"] * train["batch_size"] * data["length"]
             scale += f", and saw {short(tokens)} tokens, about 1/{short(PAPER_TOKENS / tokens)} of its 1 T"
         said.append(f"{scale}. A result at one scale need not hold at the other, in either direction.")
+    if lost := sorted(diverged(rows)):
+        said.append(f"Training diverged: {', '.join(f'{name_of(side)}, seed {seed}' for side, seed in lost)}.")
     seeds = rows["validation"]["seed"].nunique()
     if seeds == 1:
         said.append("One seed cannot separate a difference between models from a difference between seeds.")
-    elif 1 < seeds < 5:
+    elif 2 < seeds < 5:
         said.append(f"{seeds} seeds: intervals over so few seeds are wide.")
     if "diff" in rows.sides and BASELINE in rows.sides and CONTROL not in rows.sides and SOURCE not in rows.sides:
         said.append(
@@ -144,7 +154,7 @@ def caveats(rows: Rows, verdicts: Verdicts) -> list[str]:
         )
     if SOURCE in rows.sides:
         said.append("All models start with the logits of one pretrained Transformer, measured once before training.")
-    if data:
+    if data and len(data.get("corpora") or {}) < 2:
         said.append("One corpus; other text may rank the models differently.")
     if len(verdicts) > 3 and all(verdict.few for of in verdicts.values() for verdict in of.values()):
         said.append("The claims are tested without a correction for multiple tests; some may hold or fail by chance.")
@@ -161,7 +171,8 @@ def examples_of(rows: Rows, experiment: str, count: int = 24) -> tuple[list[str]
     if not texts or not len(frame):
         return [], []
     frame = frame.dropna(subset=texts[:1])
-    places = sorted({len(frame) * i // count for i in range(min(count, len(frame)))})
+    shown_rows = min(count, len(frame))
+    places = [len(frame) * i // shown_rows for i in range(shown_rows)]
     shown: Sequence[str] = [*texts, *(["score"] if "score" in frame else [])]
     cells = [
         [_cell(name, value) for name, value in zip(shown, values, strict=True)]
