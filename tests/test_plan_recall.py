@@ -39,11 +39,12 @@ def test_the_confirmation_repeats_recorded_settings_on_fresh_seeds(runs):
 
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
-    from diff_transformer.model.head_norm_init import matched_head_norm_init
+    from diff_transformer.model.head_scale import with_matched_scale
 
     config = setting(CENTRE)
     rows = load_training_data(config).validation
-    assert matched_head_norm_init(DiffTransformerConfig(**config.model), rows) == pytest.approx(MATCHED, abs=0.02)
+    matched = with_matched_scale(DiffTransformerConfig(**config.model), rows, draws=1)
+    assert matched.head_norm_init == pytest.approx(MATCHED, abs=0.02)
     starts = [1 - lambda_init(layer) for layer in range(2)]
     assert [a * b for a, b in zip(MATCHED, starts, strict=True)] == pytest.approx(OWN_SCALE, abs=0.02)
 

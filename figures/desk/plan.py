@@ -37,7 +37,7 @@ DIFF_RATE: dict[str, dict[str, Any]] = {"softmax_diff_rate": SIDES["softmax"]}
 NORMED: dict[str, dict[str, Any]] = {
     "softmax_norm": {"attention": "softmax", "softmax_head_norm": True, "head_norm_init": 0.1}
 }
-# Each head's output starts with the Transformer's RMS in that layer: ``matched_head_norm_init`` of ``base``, rounded.
+# Each head's output starts with the Transformer's RMS in that layer: ``with_matched_scale`` of ``base``, rounded.
 MATCHED = [0.19, 0.59, 0.9]
 ABLATIONS: dict[str, dict[str, Any]] = {
     "diff_matched": {"attention": "diff", "head_norm_init": MATCHED},

@@ -12,7 +12,7 @@ from diff_transformer.train.config import RunConfig
 
 SEEDS = range(3)
 # The root mean square of a head's output in each layer of the untrained Transformer of ``base``; and the weight with
-# which DIFF's heads start there (``matched_head_norm_init(config, length=1024)``, of which 1 - lambda_init is taken).
+# which DIFF's heads start there (``with_matched_scale(config, length=1024)``, of which 1 - lambda_init is taken).
 OWN_SCALE = [0.06, 0.28, 0.38, 0.39, 0.40, 0.40, 0.41, 0.42]
 MATCHED = [0.08, 0.44, 0.70, 0.88, 1.04, 1.20, 1.36, 1.52]
 SIDES: dict[str, dict[str, Any]] = {

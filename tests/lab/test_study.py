@@ -16,7 +16,7 @@ from diff_transformer.lab.stages import SWEPT, Stage, load_stages
 from diff_transformer.lab.study import Progressed, best_rates, run_study
 from diff_transformer.lab.tidy import rows_of_curves
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
-from diff_transformer.model.head_norm_init import matched_head_norm_init
+from diff_transformer.model.head_scale import with_matched_scale
 from diff_transformer.train.config import override
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_plan.py"
@@ -241,7 +241,7 @@ def test_the_ladder_has_four_sizes_with_equal_tokens():
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():
     model = DiffTransformerConfig(**{**base("python").model, "attention": "diff"})
-    assert matched_head_norm_init(model) == pytest.approx(MATCHED, abs=0.01)
+    assert with_matched_scale(model, draws=1).head_norm_init == pytest.approx(MATCHED, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -26,8 +26,10 @@ FORMULAS = {
     "v3, norm": replace(CORES["diff_v3"], head_norm="weighted", head_norm_init=0.3),
     "v3, groups": replace(CORES["diff_v3"], signal_heads=2, initial_ratio=0.5),
     "gated": CORES["gated"],
-    "gated, norm before": Variant(maps=1, gate="result", head_norm="weighted", head_norm_init=0.3),
-    "gated, norm after": Variant(maps=1, gate="normed", head_norm="plain", head_scale=2.0),
+    "gated, norm after": Variant(maps=1, gate="normed", head_norm="plain", head_scale=[1.0, 1.0, 2.0]),
+    "v2, norm": replace(CORES["diff_v2"], head_norm="weighted", head_norm_init=0.3),
+    "v2, second map added": replace(CORES["diff_v2"], subtract=False, head_scale=1.9),
+    "v1, second map added": replace(CORES["diff"], subtract=False),
     "v2, gate": Variant(shared_keys=True, lam="token", gate="result"),
     "v2, gate after the norm": Variant(shared_keys=True, lam="token", gate="normed", head_norm="weighted"),
     "v1, gate first": Variant(lam="learned", gate="first", head_norm="plain", factor=True),
@@ -77,7 +79,7 @@ def written_out(layer, x):
             first = one_map(q[:, group * (r + 1) + place], k1)
             second = one_map(q[:, group * (r + 1) + r], k2)
             of_first = gate if variant.gate == "first" else 1.0
-            out = (of_first * first - lam * second) @ value
+            out = (of_first * first - (lam if variant.subtract else -lam) * second) @ value
         out = out * (gate if variant.gate == "result" else 1.0)
         if variant.head_norm:
             weight = 1.0 if core.head_norm.weight is None else core.head_norm.weight
@@ -297,6 +299,10 @@ def test_what_v3_and_a_gate_cost_at_3b():
         ({"lam": "token", "factor": True}, "factor needs a lambda_init"),
         ({"lam": "token", "initial_ratio": 1.0}, "initial_ratio is 1.0; give one between 0 and 1"),
         ({"lam": "token", "head_norm_init": 0.3}, "head_norm_init=0.3 sets the weight of a head norm"),
+        ({"maps": 1, "subtract": False}, "subtract=False needs maps=2"),
+        ({"lam": "token", "gate": "result", "head_norm": "plain"}, "the head norm cancels a gate before it"),
+        ({"lam": "learned", "means": True, "gate": "normed"}, "attention='dint' takes no gate"),
+        ({"lam": "token", "head_scale": "larger"}, "head_scale is 'larger'; give a number"),
         ({"lam": "tokens"}, "lam is 'tokens'; accepted: None, learned, fixed, token"),
         ({"lam": "token", "gate": "both"}, "gate is 'both'; accepted: None, first, result, normed"),
         ({"lam": "token", "head_norm": True}, "head_norm is True; accepted: None, plain, weighted"),

@@ -4,7 +4,8 @@ import pytest
 
 from diff_transformer import DiffTransformerConfig, matched_baseline
 from diff_transformer.cli.info import pair_table
-from diff_transformer.model.cost import model_cost
+from diff_transformer.errors import UserError
+from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.matching import VARIANTS, cost_matched, variant
 from diff_transformer.model.presets import PRESETS, preset
 
@@ -24,7 +25,8 @@ def test_every_variant_of_every_preset_costs_as_much(size, name):
     assert differing(baseline, pair) <= {"lambda_learned"}  # there and back again
     one, other = model_cost(ours), model_cost(baseline)
     assert one.total_parameters == pytest.approx(other.total_parameters, rel=0.01)
-    equal = name not in ("diff_v2", "diff_v3", "grouped_diff")
+    pays = ("diff_v2", "diff_v3", "grouped_diff", *(("gated",) if size == "debug" else ()))  # elsewhere gates are few
+    equal = name not in pays
     assert (ours.intermediate_size == baseline.intermediate_size) == equal
     if equal:
         assert differing(ours, baseline) <= {"attention", "softmax_head_norm"}
@@ -90,3 +92,24 @@ def test_the_table_shows_both_widths():
     assert re.search(r"24 heads, d 128, values 128", shown)
     console.print(pair_table("3B"))
     assert "feed-forward width" not in console.export_text()
+
+
+def test_parts_of_a_core_by_name():
+    config = preset("debug")
+    made = variant(config, "diff_v2+gate=normed+head_norm=weighted+head_scale=matched")
+    assert (made.variant.gate, made.variant.head_norm, made.head_scale) == ("normed", "weighted", "matched")
+    assert made.variant.lam == "token"
+    assert variant(made, "softmax").core is None
+    counts = [
+        sum(count_parameters(x).values()) for x in (config, made, variant(config, "gated+gate=normed+head_norm=plain"))
+    ]
+    assert counts == pytest.approx([counts[0]] * 3, rel=0.01)
+    for name, message in (
+        ("gate+gate=normed", "no variant 'gate'"),
+        ("gated+norm", "has the part 'norm'; give FIELD=VALUE"),
+        ("gated+maps=2", "no field of core 'maps'"),
+        ("dint+gate=normed", "attention='dint' takes no gate"),
+        ("gated+head_norm=weighted", "the head norm cancels a gate before it"),
+    ):
+        with pytest.raises(UserError, match=message):
+            _ = variant(config, name).variant

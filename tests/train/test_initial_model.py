@@ -376,5 +376,6 @@ def test_weights_of_equal_shape_are_shared_with_the_pair(name):
         "diff_v2": {"self_attn.q_proj.weight", *feed_forward},
         "diff_v3": {"self_attn.q_proj.weight", *feed_forward},
         "grouped_diff": {f"self_attn.{p}_proj.weight" for p in "kvo"} | feed_forward,
+        "gated": feed_forward,
     }
     assert part == own.get(name, set())

@@ -32,7 +32,7 @@ from diff_transformer.lab.tidy import rows_of
 from diff_transformer.lab.verdicts import Verdicts
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.card import label_of
-from diff_transformer.model.matching import VARIANTS
+from diff_transformer.model.matching import variant_fields
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.run_folder import locked
@@ -326,12 +326,11 @@ def known_variants(names: Iterable[str], out: Path) -> list[str]:
     """The variants of a comparison without the pair: the requested ones and those that ``out`` already has.
 
     Raises:
-        ValueError: for a name that is not in ``VARIANTS``.
+        ValueError: for a name that ``variant_fields`` does not accept.
     """
     names, path = list(names), out / "variants.json"
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown:
-        raise UserError(f"no variant {', '.join(map(repr, unknown))}; there are: {', '.join(VARIANTS)}")
+    for name in names:
+        variant_fields(name)
     earlier = read_json(path) if path.exists() else []
     return [name for name in dict.fromkeys([*earlier, *names]) if name not in PAIR]
 

@@ -13,7 +13,8 @@ from diff_transformer.errors import UserError
 from diff_transformer.lab.rows import REQUEST
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.matching import VARIANTS, variant
+from diff_transformer.model.heads import MATCHED
+from diff_transformer.model.matching import variant, variant_fields
 from diff_transformer.train.config import RunConfig
 
 PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of every comparison; see ``lab/worker.py``
@@ -98,11 +99,16 @@ def side_model(config: RunConfig, name: str) -> dict[str, Any]:
     Raises:
         ValueError: if the variant does not support the configuration's heads.
     """
+    fields = {"attention": name} if name in PAIR else variant_fields(name)
+    own = fields["attention"] == config.model.get("attention", "diff")
+    shared = {key: value for key, value in config.model.items() if own or key != "core"}
+    if not own and shared.get("head_scale") != MATCHED:
+        shared.pop("head_scale", None)  # measured for another core
     if name in PAIR:
-        return {**config.model, "attention": name}
-    fields: dict[str, Any] = {**config.model, "attention": "softmax"}
-    made = variant(DiffTransformerConfig(**fields), name)
-    model = {**config.model, **VARIANTS[name], **{size: getattr(made, size) for size in _SIZES}}
+        return {**shared, **fields}
+    base: dict[str, Any] = {**shared, "attention": "softmax"}
+    made = variant(DiffTransformerConfig(**base), name)
+    model = {**shared, **fields, **{size: getattr(made, size) for size in _SIZES}}
     DiffTransformerConfig(**model)
     return model
 

@@ -100,7 +100,7 @@ def _start(config: RunConfig, data: Any) -> Any:
     from diff_transformer.train.initial_model import build_model
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return build_model(config, data.tokenizer).eval().to(device)
+    return build_model(config, data.tokenizer, data.first_rows).eval().to(device)
 
 
 def measure(spec: RunSpec, folder: Path, trained, data) -> None:

@@ -19,7 +19,7 @@ from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
 from diff_transformer.model.implementations import attention_backend
 from diff_transformer.model.inputs import Packing, Visible, with_key_padding
-from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, rotary_tables
+from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, clip_rms, rotary_tables
 from diff_transformer.ops.arguments import flag
 from diff_transformer.ops.backends import BACKENDS
 from diff_transformer.ops.reference import DiffMaps
@@ -29,6 +29,7 @@ class Attention(nn.Module):
     """Multi-head attention around a ``core``: W_Q, W_K, W_V, rotary embedding, cache, W_O; biases only if ``bias``.
 
     ``qk_norm``: epsilon of an RMSNorm of each query and key head before the rotary embedding; none if None.
+    ``qk_clip``: largest RMS of a query or key head; larger ones are scaled down to it.
     """
 
     def __init__(
@@ -43,10 +44,11 @@ class Attention(nn.Module):
         layer_idx: int = 0,
         bias: bool = False,
         qk_norm: float | None = None,
+        qk_clip: float | None = None,
     ):
         super().__init__()
         context_size, d, dv = context_size or hidden_size, heads.head_dim, heads.value_dim
-        self.is_causal, self.rope_theta, self.layer_idx = is_causal, rope_theta, layer_idx
+        self.is_causal, self.rope_theta, self.layer_idx, self.qk_clip = is_causal, rope_theta, layer_idx, qk_clip
         self.heads, self.head_dim, self.value_dim = heads, d, dv
         self.q_proj = nn.Linear(hidden_size, heads.queries * d, bias=bias)
         self.k_proj = nn.Linear(context_size, heads.keys * d, bias=bias)
@@ -63,7 +65,7 @@ class Attention(nn.Module):
         options: Any = {"backend": attention_backend(config), "window": config.sliding_window, "norm_eps": eps}
         kind = DintCore if variant.means else AttentionCore
         core = kind(variant, config.hidden_size, config.heads, layer_idx, **options)
-        return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
+        return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx, qk_clip=config.qk_clip)
 
     def forward(
         self,
@@ -170,6 +172,8 @@ class Attention(nn.Module):
         v = _by_head(self.v_proj(source), self.value_dim)  # [B, S, value heads, dv]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_clip is not None:
+            q, k = clip_rms(q, self.qk_clip), clip_rms(k, self.qk_clip)
         tables = position_embeddings or self._rotary_tables(position_ids, q.shape[1], cache, q.device)
         if tables is not None:
             if context is not None:
@@ -276,11 +280,12 @@ class DiffAttention(Attention):
         window: int | None = None,
         bias: bool = False,
         qk_norm: bool = False,
+        qk_clip: float | None = None,
     ):
         require_positive(
             hidden_size=hidden_size, num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim,
             value_head_dim=value_head_dim, signal_heads_per_noise_head=signal_heads_per_noise_head,
-            context_size=context_size, window=window, rope_theta=rope_theta,
+            context_size=context_size, window=window, rope_theta=rope_theta, qk_clip=qk_clip,
         )  # fmt: skip
         if head_dim is None and hidden_size % num_heads:
             raise UserError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
@@ -304,8 +309,8 @@ class DiffAttention(Attention):
                 SimpleNamespace(
                     attention=attention, lambda_init=lambda_init, lambda_depth_offset=0, lambda_std=lambda_std,
                     lambda_learned=lambda_learned, head_norm=head_norm, head_norm_init=head_norm_init,
-                    softmax_head_norm=False, signal_heads_per_noise_head=signal_heads_per_noise_head,
-                    sliding_window=window,
+                    softmax_head_norm=False, head_scale=1.0, core=None, sliding_window=window,
+                    signal_heads_per_noise_head=signal_heads_per_noise_head,
                 )
             )  # fmt: skip
         key_value_heads = num_key_value_heads or default_key_value_heads(variant, num_heads)
@@ -325,6 +330,7 @@ class DiffAttention(Attention):
             layer_idx=layer_index,
             bias=bias,
             qk_norm=norm_eps if qk_norm else None,
+            qk_clip=qk_clip,
         )
 
 

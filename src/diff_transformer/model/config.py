@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedConfig
 from diff_transformer.checks import did_you_mean, require_known
 from diff_transformer.errors import UserError
 from diff_transformer.model.heads import CORES, HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
-from diff_transformer.model.matching import cost_matched
+from diff_transformer.model.matching import VARIANTS, cost_matched
 from diff_transformer.ops.backends import BACKENDS
 
 ACTIVATIONS = ("silu", "poly_norm")
@@ -35,7 +35,7 @@ _SIZES = (
 )  # fmt: skip
 _NUMBERS = (
     "rms_norm_eps", "head_norm_eps", "lambda_std", "initializer_range", "embedding_initializer_range",
-    "output_initializer_range",
+    "output_initializer_range", "qk_clip",
 )  # fmt: skip
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
@@ -133,8 +133,21 @@ class DiffTransformerConfig(PreTrainedConfig):
     """Epsilon of the head norm; None means ``rms_norm_eps``."""
 
     head_norm_init: float | list[float] = 1.0
-    """Initial weight of the head norm, or a list by layer. The paper has 1.0; ``matched_head_norm_init`` measures the
-    value with which heads start as small as softmax attention's."""
+    """Initial weight of the head norm, or a list by layer. The paper has 1.0."""
+
+    head_scale: float | list[float] | str = 1.0
+    """Constant that multiplies each head, or a list by layer. With ``"matched"`` a training run measures, before its
+    first step, the values with which heads start as large as softmax attention's, and sets them (``with_matched_scale``
+    does it for a configuration): the initial weight of the head norm where there is one, else this constant."""
+
+    core: dict[str, Any] | None = None
+    """Parts of the core (fields of ``Variant`` in ``model/heads.py``) that replace those of the row ``attention``:
+    ``lam``, ``gate``, ``head_norm``, ``factor``, ``initial_ratio``, ``subtract``, ... ``{"gate": "normed",
+    "head_norm": "weighted"}`` gives ``"diff_v2"`` a head norm and a gate after it."""
+
+    qk_clip: float | None = None
+    """Largest RMS of each query and key head, which larger ones are scaled down to (3 in published code of V3); None
+    for no limit."""
 
     hidden_act: str = "silu"
     """Activation of the gated MLP: ``"silu"`` (SwiGLU) or ``"poly_norm"`` (arXiv 2411.03884; some published models)."""
@@ -221,12 +234,14 @@ class DiffTransformerConfig(PreTrainedConfig):
         self._check_sizes()
         require_known("backend", self.backend, ("auto", *BACKENDS))
         require_known("hidden_act", self.hidden_act, ACTIVATIONS)
-        norm_init, head_dim = self.head_norm_init, self.head_dim
-        if isinstance(norm_init, list) and len(norm_init) != self.num_hidden_layers:
-            raise UserError(
-                f"head_norm_init has {len(norm_init)} values for {self.num_hidden_layers} layers; give one number for "
-                "all layers, or one for each"
-            )
+        head_dim = self.head_dim
+        for name in ("head_norm_init", "head_scale"):
+            values = getattr(self, name)
+            if isinstance(values, list) and len(values) != self.num_hidden_layers:
+                raise UserError(
+                    f"{name} has {len(values)} values for {self.num_hidden_layers} layers; give one number for all "
+                    "layers, or one for each"
+                )
         if head_dim is not None and head_dim % 2:
             raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
         _ = self.heads  # raises for head counts that do not fit
@@ -275,4 +290,4 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     ``"dint"``, which computes more. For ``"diff_v2"`` and ``"grouped_diff"`` ``intermediate_size`` differs too: see
     ``cost_matched`` in ``model/matching.py``.
     """
-    return cost_matched(config, attention="softmax", softmax_head_norm=False)
+    return cost_matched(config, **VARIANTS["softmax"])

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from diff_transformer.model.heads import HeadCounts, Variant
+from diff_transformer.errors import UserError
+from diff_transformer.model.heads import MATCHED, HeadCounts, Variant
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, lambda_init
 from diff_transformer.model.layers import RMSNorm
@@ -51,7 +52,7 @@ class AttentionCore(nn.Module):
         if variant.maps == 1:
             backend = "eager" if backend in ("reference", "eager") else "sdpa"
         self.variant, self.backend, self.window = variant, backend, window
-        start, norm_init = variant.lambda_init, variant.head_norm_init
+        start = variant.lambda_init
         start = lambda_init(layer_index, variant.lambda_depth_offset) if start == "depth" else float(start)
         self.lam = None
         if variant.lam == "learned":
@@ -68,16 +69,23 @@ class AttentionCore(nn.Module):
         self.gates = None
         if variant.gate and variant.lam in ("learned", "fixed"):
             self.gates = TokenLambda(hidden_size, heads.outputs, telemetry=False)
-        norm_init = norm_init[layer_index] if isinstance(norm_init, list | tuple) else norm_init
+        if variant.head_scale == MATCHED:
+            raise UserError(
+                "head_scale='matched' has no value to match here; train with it, or build the model from "
+                "with_matched_scale(config), which measures the values"
+            )
+        self.scale, norm_init = (
+            float(of[layer_index] if isinstance(of, list | tuple) else of)
+            for of in (variant.head_scale, variant.head_norm_init)
+        )
         norm = RMSNorm(heads.value_dim, norm_eps, norm_init, variant.head_norm == "weighted")
         self.head_norm = norm if variant.head_norm else None
 
     @property
     def gain(self) -> float:
         """The constant that multiplies each head."""
-        variant = self.variant
         lam: Any = self._modules.get("lam")
-        return variant.head_scale * (1.0 - lam.initial) if variant.factor and lam is not None else variant.head_scale
+        return self.scale * (1.0 - lam.initial) if self.variant.factor and lam is not None else self.scale
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor | None = None
@@ -101,6 +109,8 @@ class AttentionCore(nn.Module):
         None for what the variant lacks; a gate is ``[B, h, T, 1]``.
         """
         lam, gate = self.lambda_and_gate(hidden_states)
+        if not self.variant.subtract:
+            lam = -lam
         if self.variant.gate == "normed":
             return lam, None, gate
         if self.variant.gate == "result" and lam is not None:
@@ -231,7 +241,7 @@ def decode_in_one_call(
     if norm is not None and not is_plain(norm, RMSNorm):
         return None
     value, first, gate, vectors = lam.initial, None, None, ()
-    if is_plain(lam, LearnedLambda) and core.gates is None:
+    if is_plain(lam, LearnedLambda) and core.gates is None and variant.subtract:
         vectors = tuple(cast(Any, lam)._parameters.values())
     else:
         value, first, gate = core.weights(hidden_states)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
 
+MATCHED = "matched"  # an initial scale that ``model/head_scale.py`` measures
 _ACCEPTED = {
     "maps": (1, 2),
     "lam": (None, "learned", "fixed", "token"),
@@ -38,7 +39,8 @@ class Variant:
     head_norm_init: initial weight of the norm, or one for each layer.
     factor: multiply each head by 1 - lambda_init.
     signal_heads: signal heads that share a noise head.
-    head_scale: constant that multiplies each head.
+    head_scale: constant that multiplies each head, or one for each layer; "matched" until it is measured.
+    subtract: False adds the second map instead, a control with as many maps.
     means: add lambda times the mean of the first map, so that rows sum to 1 (``model/dint.py``).
     """
 
@@ -54,7 +56,8 @@ class Variant:
     head_norm_init: float | list[float] = 1.0
     factor: bool = False
     signal_heads: int = 1
-    head_scale: float = 1.0
+    head_scale: float | list[float] | str = 1.0
+    subtract: bool = True
     means: bool = False
 
     @property
@@ -71,6 +74,10 @@ class Variant:
         for wrong, sentence in (
             (self.maps == 1 and (self.lam or self.gate == "first"), "lam and gate='first' need maps=2"),
             (self.maps == 2 and self.lam is None, "the second of two maps needs a weight: give lam"),
+            (self.maps == 1 and not self.subtract, "subtract=False needs maps=2"),
+            (self.means and (self.gate or not self.subtract), "attention='dint' takes no gate and no other sign"),
+            (self.gate == "result" and self.head_norm,
+             "the head norm cancels a gate before it; give gate='normed', after the norm, or head_norm=None"),
             (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
             (start != "depth" and not isinstance(start, int | float),
              f"lambda_init is {start!r}; accepted: 'depth' or a number"),
@@ -78,6 +85,8 @@ class Variant:
              f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which must be positive: give a number "
              "below 1, or 'depth'"),
             (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),
+            (not isinstance(self.head_scale, int | float | list | tuple) and self.head_scale != MATCHED,
+             f"head_scale is {self.head_scale!r}; give a number, one for each layer, or {MATCHED!r}"),
             (self.head_norm_init != 1 and self.head_norm != "weighted",
              f"head_norm_init={self.head_norm_init} sets the weight of a head norm that has none; set head_norm=True "
              "('weighted'), or leave it out"),
@@ -97,6 +106,11 @@ CORES: dict[str, Variant] = {
     "softmax": Variant(maps=1),
 }
 ATTENTIONS = tuple(CORES)
+# The fields that ``core`` of a configuration may set; ``attention`` decides the others, which shape the heads.
+_CHOICES = (
+    "lam", "lambda_init", "lambda_depth_offset", "lambda_std", "initial_ratio", "gate", "head_norm", "head_norm_init",
+    "factor", "head_scale", "subtract",
+)  # fmt: skip
 _HEAD_NORMS = {"True": "weighted", "False": None, "no_weight": "plain"}
 
 
@@ -104,17 +118,23 @@ def variant_of(config: Any) -> Variant:
     """The variant that the fields of ``DiffTransformerConfig`` describe; those of parts that it lacks are ignored.
 
     Raises:
-        UserError: for unknown values, and a window where means run over whole rows.
+        UserError: for unknown values, parts that exclude one another, and a window where means run over whole rows.
     """
     require_known("attention", config.attention, CORES)
-    row, fields = CORES[config.attention], {}
+    core = config.core or {}
+    for name in core:
+        require_known("field of core", name, _CHOICES)
+    row = replace(CORES[config.attention], **core)
+    fields: dict[str, Any] = {"head_scale": config.head_scale}
     if row.lam == "learned":
         require_known("head_norm", str(config.head_norm), _HEAD_NORMS)
-        fields = {name: getattr(config, name) for name in ("lambda_init", "lambda_depth_offset", "lambda_std")}
+        fields |= {name: getattr(config, name) for name in ("lambda_init", "lambda_depth_offset", "lambda_std")}
         fields |= {"lam": "learned" if config.lambda_learned else "fixed"}
         fields |= {"head_norm": _HEAD_NORMS[str(config.head_norm)], "head_norm_init": config.head_norm_init}
-    if config.attention == "softmax" and config.softmax_head_norm:
-        fields = {"head_norm": "weighted", "head_norm_init": config.head_norm_init}
+    elif config.attention == "softmax" and config.softmax_head_norm:
+        fields |= {"head_norm": "weighted", "head_norm_init": config.head_norm_init}
+    elif row.head_norm == "weighted":
+        fields |= {"head_norm_init": config.head_norm_init}
     if row.signal_heads > 1:
         fields |= {"signal_heads": config.signal_heads_per_noise_head}
     if row.means and config.sliding_window is not None:
@@ -122,7 +142,7 @@ def variant_of(config: Any) -> Variant:
             f"a window of {config.sliding_window} keys is asked for, but the running mean of attention='dint' is over "
             "all earlier queries; leave out the window, or take another attention"
         )
-    return replace(row, **fields)
+    return replace(row, **(fields | core))
 
 
 class HeadCounts(NamedTuple):

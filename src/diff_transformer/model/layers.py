@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension; statistics in fp32, result in the input's dtype."""
+    """Root-mean-square norm over the last dimension; statistics in fp32 or wider, result in the input's dtype."""
 
     def __init__(self, width: int, eps: float = 1e-5, initial: float = 1.0, has_weight: bool = True):
         super().__init__()
@@ -29,6 +29,12 @@ class RMSNorm(nn.Module):
         return f"{self.width}, eps={self.eps}, initial={self.initial}, has_weight={self.weight is not None}"
 
 
+def clip_rms(x: Tensor, limit: float) -> Tensor:
+    """``x [..., width]`` times ``min(1, limit / rms(x))``, RMSClip; statistics in fp32 or wider, in x's dtype."""
+    size = x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True).sqrt()
+    return x * (limit / size.clamp_min(limit)).to(x.dtype)
+
+
 class ResidualLinear(nn.Linear):
     """A projection that writes to the residual stream (W_O, W_3); it has a separate scale at initialisation."""
 
@@ -39,7 +45,7 @@ class ResidualLinear(nn.Linear):
 class PolyNorm(nn.Module):
     """``w_0 n(x^3) + w_1 n(x^2) + w_2 n(x) + b`` with ``n(z) = z / rms(z)`` over the last dimension (arXiv 2411.03884).
 
-    Powers and statistics in fp32, result in the input's dtype; weights start at 1/3, the bias at 0.
+    Powers and statistics in fp32 or wider, result in the input's dtype; weights start at 1/3, the bias at 0.
     """
 
     def __init__(self, eps: float = 1e-6):

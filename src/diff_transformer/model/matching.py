@@ -1,13 +1,15 @@
 """Configurations of equal cost: each variant of differential attention and the Transformer it is compared with."""
 
 import copy
+import json
 from typing import Any
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.cost import count_parameters
-from diff_transformer.model.heads import count_heads, default_key_value_heads
+from diff_transformer.model.heads import MATCHED, count_heads, default_key_value_heads
 
 # Choices of ``compare --variants`` and ``info --attention``: the fields that turn a configuration into the variant.
+# ``NAME+FIELD=VALUE+...`` changes parts of a core, as in diff_v2+gate=normed+head_norm=weighted.
 VARIANTS: dict[str, dict[str, Any]] = {
     "diff": {"attention": "diff"},
     "diff_v2": {"attention": "diff_v2", "lambda_learned": True},
@@ -23,15 +25,35 @@ _LARGEST_STEP = 64
 _TOLERANCE = 0.005  # of all parameters: half of what a matched pair may differ by
 
 
-def variant(config, name: str):
-    """The variant ``name`` of ``VARIANTS`` at the cost of ``config``.
+def variant_fields(name: str) -> dict[str, Any]:
+    """The fields of the configuration that make it the variant ``name``, ``"gated"`` or ``"gated+head_norm=weighted"``.
 
     Raises:
-        UserError: for an unknown name, or head counts that the variant does not support.
+        UserError: for an unknown name, and a part that is no ``FIELD=VALUE``.
     """
-    if name not in VARIANTS:
-        raise UserError(f"no variant {name!r}; there are: {', '.join(VARIANTS)}")
-    return cost_matched(config, **VARIANTS[name])
+    base, *parts = name.split("+")
+    if base not in VARIANTS:
+        raise UserError(f"no variant {base!r}; there are: {', '.join(VARIANTS)}")
+    fields, core = dict(VARIANTS[base]), {}
+    for part in parts:
+        key, equals, text = part.partition("=")
+        if not equals:
+            raise UserError(f"variant {name!r} has the part {part!r}; give FIELD=VALUE, as in {base}+gate=normed")
+        try:
+            value = json.loads(text)
+        except ValueError:
+            value = text
+        (fields if key == "head_scale" else core)[key] = value
+    return {**fields, "core": core} if core else fields
+
+
+def variant(config, name: str):
+    """The variant ``name`` (``variant_fields``) at the cost of ``config``.
+
+    Raises:
+        UserError: as ``variant_fields``, and for parts or head counts that do not fit together.
+    """
+    return cost_matched(config, **variant_fields(name))
 
 
 def cost_matched(config, **fields: Any):
@@ -39,9 +61,9 @@ def cost_matched(config, **fields: Any):
 
     - Between ``"diff"``, ``"dint"``, a fixed lambda and ``"softmax"``, whose projections have equal size, nothing else
       changes. ``softmax_head_norm`` is kept for softmax attention only.
-    - For ``"diff_v2"``, ``"diff_v3"`` and ``"grouped_diff"``, ``intermediate_size`` compensates for other projections.
-      It changes in the largest step (64, 32, ... 1) that keeps the total parameters within 0.5 %. FLOPs and the
-      key/value cache may then differ; ``model_cost`` reports them. ``"gated"`` has one column more for each head.
+    - For ``"diff_v2"``, ``"diff_v3"`` and ``"grouped_diff"``, and where the number of gates differs, the width of the
+      feed-forward pays: ``intermediate_size`` changes in the largest step (64, 32, ... 1) that keeps the total
+      parameters within 0.5 %. FLOPs and the key/value cache may then differ; ``model_cost`` reports them.
     - Without grouped queries, ``num_key_value_heads`` becomes the attention's default. With them it stays, or becomes
       the next smaller valid number.
     - ``value_head_dim`` is halved or doubled with the value heads.
@@ -52,14 +74,17 @@ def cost_matched(config, **fields: Any):
     changed = copy.deepcopy(config)
     for name, value in fields.items():
         setattr(changed, name, value)
+    if changed.attention != config.attention:  # parts and scale of another core
+        changed.core = fields.get("core")
+        changed.head_scale = fields.get("head_scale", MATCHED if config.head_scale == MATCHED else 1.0)
     if changed.attention != "softmax":
         changed.softmax_head_norm = False
-    if changed.attention == config.attention:
+    if changed.attention == config.attention and changed.core == config.core:
         return changed
     changed.num_key_value_heads = _key_value_heads(config, changed)
     changed.value_head_dim = _value_head_dim(config, changed)
     before, after = count_parameters(config), count_parameters(changed)
-    if before["attention"] != after["attention"]:
+    if before["attention"] != after["attention"] or config.variant.sigmoids != changed.variant.sigmoids:
         spare = sum(before.values()) - sum(after.values())
         changed.intermediate_size += _widening(spare, sum(before.values()), config)
         if changed.intermediate_size < 1:

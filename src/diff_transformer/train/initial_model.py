@@ -6,6 +6,7 @@ holds a part of a model draws what one process alone does.
 """
 
 import hashlib
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,24 +15,32 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from diff_transformer.data.tokenizer import load_tokenizer, special_tokens_of
 from diff_transformer.errors import UserError
+from diff_transformer.model.heads import MATCHED
 from diff_transformer.train.plan import Plan, resolve
 
 
-def unfilled_model(plan: Plan, tokenizer) -> Any:
+def unfilled_model(plan: Plan, tokenizer, rows: Callable[[], Tensor] | None = None) -> Any:
     """The model of a run in fp32 on the CPU; its weights have values only if they are those of ``plan.source``.
+
+    Args:
+        rows: gives tokens ``[B, T]``, on which ``model.head_scale=matched`` is measured.
 
     Raises:
         UserError: as ``load_initial_model``.
     """
     from transformers.initialization import no_init_weights
 
+    from diff_transformer.model.head_scale import with_matched_scale
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     if plan.source is not None:
         return load_initial_model(plan, tokenizer)
     fields = {**special_tokens_of(tokenizer, plan.model.vocab_size), **plan.config.model}
+    config = type(plan.model)(**fields)
+    if config.head_scale == MATCHED:
+        config = with_matched_scale(config, None if rows is None else rows())
     with no_init_weights():
-        model = DiffTransformerForCausalLM(type(plan.model)(**fields))
+        model = DiffTransformerForCausalLM(config)
     model.tie_weights()
     return model
 
@@ -67,14 +76,14 @@ def _assign(parameter: Tensor, value: Tensor) -> None:
     parameter.copy_(value)
 
 
-def build_model(config: Any, tokenizer) -> Any:
-    """The model that a run of ``config``, a RunConfig, starts with, in fp32 on the CPU.
+def build_model(config: Any, tokenizer, rows: Callable[[], Tensor] | None = None) -> Any:
+    """The model that a run of ``config``, a RunConfig, starts with, in fp32 on the CPU; ``rows`` as above.
 
     Raises:
         UserError: as ``resolve`` and ``load_initial_model``.
     """
     plan = resolve(config)
-    model = unfilled_model(plan, tokenizer)
+    model = unfilled_model(plan, tokenizer, rows)
     if plan.source is None:
         draw_weights(model, plan.config.train.seed)
     return model

@@ -117,7 +117,7 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
     config, settings = plan.config, plan.config.train
     check_backend(config, fabric.device)
     torch.manual_seed(settings.seed)  # of adapters
-    model = unfilled_model(plan, data.tokenizer)
+    model = unfilled_model(plan, data.tokenizer, data.first_rows)
     choose_weights(model, settings)
     context = make_context(fabric, settings.parallel)
     context.apply(model)

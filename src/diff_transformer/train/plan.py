@@ -1,5 +1,6 @@
 """From a configuration to the plan of a run: every check, once, before anything is loaded or written."""
 
+import copy
 import os
 import shlex
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ import torch
 
 from diff_transformer.checks import first_line, listed, require_extra
 from diff_transformer.errors import UserError
+from diff_transformer.model.heads import MATCHED
 from diff_transformer.train.config import RunConfig, checked_model
 
 # which the loss here does not apply
@@ -62,8 +64,11 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
         )
     if isinstance(model, DiffTransformerConfig):
         try:
+            shape = copy.copy(model)
+            if shape.head_scale == MATCHED:  # measured before the first step
+                shape.head_scale = 1.0
             with torch.device("meta"), no_init_weights():
-                DiffTransformerForCausalLM(model)
+                DiffTransformerForCausalLM(shape)
         except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
             raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
         check_split(model, config.train.parallel.tensor_parallel)

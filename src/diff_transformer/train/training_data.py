@@ -50,6 +50,10 @@ class TrainingData:
     # held-out rows of needles and recall, if the mixture has them, and their labels: those of the answers
     questions: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
+    def first_rows(self) -> Tensor:
+        """The rows of the first batch, int64 ``[batch, length]``."""
+        return torch.from_numpy(self.mixture.batch(0)["input_ids"])
+
     def digest(self) -> str:
         """A digest of the first batch and of the held-out rows: another text or tokenizer gives another one."""
         arrays = [self.mixture.batch(0)["input_ids"], self.validation.numpy()]

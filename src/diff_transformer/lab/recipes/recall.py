@@ -6,7 +6,7 @@ from diff_transformer.train.data_config import NO_CORPUS, DataConfig, RecallConf
 
 QUESTIONS = 16  # of a row
 NOISE_SYMBOLS = 2
-# DIFF's heads start with the Transformer's RMS in that layer: ``matched_head_norm_init`` on rows of ``recall``.
+# DIFF's heads start with the Transformer's RMS in that layer: ``with_matched_scale`` on rows of ``recall``.
 MATCHED = [0.2, 0.49]
 # That RMS. The norm of a Transformer's head, or without lambda, is not multiplied by 1 - lambda_init.
 OWN_SCALE = [0.16, 0.32]

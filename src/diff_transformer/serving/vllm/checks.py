@@ -58,6 +58,11 @@ def check_config(config, name: str) -> None:
             f"{name} has attention='dint', whose running mean over all earlier queries has no place in vLLM's paged "
             "cache; use `diff-transformer serve --engine transformers`, or `diff-transformer generate`"
         )
+    if config.core or config.qk_clip or config.head_scale != 1:
+        raise UserError(
+            f"{name} sets core, head_scale or qk_clip, which the plugin does not apply; use `diff-transformer serve "
+            "--engine transformers`"
+        )
     if config.attention == "grouped_diff" and config.heads.value_dim % 2:
         raise UserError(f"{name} has value_head_dim={config.value_head_dim}; the plugin takes an even one")
     if max(widths := head_widths(config)) > WIDTHS[-1]:
