@@ -100,7 +100,7 @@ def test_info_of_a_folder_says_its_sizes(tmp_path):
     shown = " ".join(cli("info", tmp_path / "llama", "--length", 100).stdout.replace("│", " ").split())
     count = LlamaForCausalLM(config).num_parameters()
     for said in (
-        f"parameters in the file {count:,}", "9 query, 3 key of width 4", "positions 512", "at 100 tokens 9,600",
+        f"parameters {count:,}", "9 query, 3 key of width 4", "positions 512", "at 100 tokens 9,600",
     ):  # fmt: skip
         assert said in shown
     save_tiny_model(tmp_path / "ours", attention="diff_v2")

@@ -38,17 +38,17 @@ def require_seed(name: str, seed: int | None) -> None:
         raise UserError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
 
 
-def read_json(path: Path, advice: str = "restore it from a copy", error: type[ValueError] = ValueError) -> Any:
+def read_json(path: Path, advice: str = "restore it from a copy") -> Any:
     """The value of a JSON file.
 
     Raises:
         FileNotFoundError: if there is none.
-        ValueError: if it is not JSON in UTF-8, or nested too deeply; ends with ``advice``. ``error`` is its class.
+        UserError: if it is not JSON in UTF-8, or nested too deeply; ends with ``advice``.
     """
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as reason:
-        raise error(f"{path} is not JSON ({first_line(reason)}); {advice}") from None
+        raise UserError(f"{path} is not JSON ({first_line(reason)}); {advice}") from None
 
 
 def listed(names: Sequence[str]) -> str:

@@ -9,8 +9,7 @@ from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.convert import convert_folder
-from diff_transformer.model.convert.plan import TargetTensor
-from diff_transformer.serving.vllm.published import conversion, converted, package_config
+from diff_transformer.serving.vllm.published import conversion, package_config
 
 SIZES = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -55,26 +54,10 @@ def test_what_is_read_is_what_convert_writes(layout, fields, published, tmp_path
     assert told == expected
     rows = list(load_file(folder / "model.safetensors").items())
     for order in (rows, rows[::-1]):
-        tensors = dict(converted(conversion(config.published).plan, order))
+        tensors = dict(conversion(config.published).tensors(order))
         reference = load_file(out / "model.safetensors")
         assert tensors.keys() == reference.keys()
         assert all(torch.equal(tensor, reference[name]) for name, tensor in tensors.items())
-
-
-def test_a_source_is_kept_until_its_last_target_is_made():
-    plan = {
-        "sum": TargetTensor(("a", "b"), torch.add),
-        "again": TargetTensor(("a",), dtype=torch.float64),
-        "c": TargetTensor(("c",)),
-    }
-    made = converted(
-        plan, [("c", torch.ones(1)), ("b", torch.ones(1)), ("unused", torch.ones(1)), ("a", torch.ones(1))]
-    )
-    found = {name: (tensor.item(), tensor.dtype) for name, tensor in made}
-    assert found == {"c": (1, torch.float32), "sum": (2, torch.float32), "again": (1, torch.float64)}
-    sources = converted(plan, ((name, torch.ones(1)) for name in "ab"))
-    assert [name for name, _ in sources] == ["again", "sum"]
-    assert not sources.gi_frame
 
 
 @pytest.mark.parametrize(

@@ -55,24 +55,22 @@ def folder_table(folder: Path, length: int | None = None) -> Table:
     """The model in ``folder``: sizes, heads and cache.
 
     Raises:
-        UserError: if the folder holds no model in safetensors; for a length that is not positive.
+        UserError: if the folder holds no model; for a length that is not positive.
     """
-    from diff_transformer.model.convert.folder import LAYOUTS, layout_of, package_config
-    from diff_transformer.model.loading import read_tensors
+    from diff_transformer.model.convert.folder import LAYOUTS, layout_of, model_without_weights, package_config
 
-    (layout, settings), config, tensors = layout_of(folder), package_config(folder), read_tensors(folder)
+    (layout, settings), config = layout_of(folder), package_config(folder)
     kind = LAYOUTS[layout].title if layout else f"a {settings.get('model_type')!r} model"
     table = Table(title=f"{folder}: {kind}", title_justify="left", show_header=False)
-    table.add_row("parameters in the file", f"{sum(tensor.numel() for tensor in tensors.values()):,}")
-    dtypes = sorted({str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()})
-    table.add_row("dtype", ", ".join(dtypes))
     if config is None:
+        table.add_row("parameters", f"{model_without_weights(folder).num_parameters():,}")
         keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
         for key in (*keys, "max_position_embeddings"):
             if key in settings:
                 table.add_row(key, str(settings[key]))
         return table
     heads, cost = config.heads, model_cost(config, length=length)
+    table.add_row("parameters", f"{cost.total_parameters:,}")
     table.add_row("attention", name_of(config.attention))
     table.add_row("layers, width, vocabulary", f"{config.num_hidden_layers}, {config.hidden_size}, {config.vocab_size}")
     table.add_row("heads", f"{heads.queries} query, {heads.keys} key of width {heads.head_dim}")

@@ -278,13 +278,13 @@ def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:
     """Raise MemoryError if the models and their optimizers do not fit into memory together."""
     import torch
 
-    from diff_transformer.model.loading import read_tensors
+    from diff_transformer.model.convert.folder import model_without_weights
     from diff_transformer.train.recompute import FILLED, device_memory
     from diff_transformer.train.weights import is_of_attention
 
     device, needed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
     for folder in folders:
-        for name, tensor in read_tensors(folder).items():
+        for name, tensor in model_without_weights(folder).named_parameters():
             trained = config.train.weights == "all" or (config.train.weights == "attention" and is_of_attention(name))
             needed += tensor.numel() * (16 if trained else 4)  # weight; gradient and two moments
     there = device_memory(device)

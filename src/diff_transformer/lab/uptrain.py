@@ -30,7 +30,7 @@ from diff_transformer.model.convert.folder import (
 )
 from diff_transformer.model.convert.from_softmax import nearest, to_differential
 from diff_transformer.model.cost import TrainingMemory, count_parameters
-from diff_transformer.model.loading import model_path, read_model, read_tensors, read_tokenizer
+from diff_transformer.model.loading import model_path, read_model, read_tokenizer
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.plan import check_trainable
@@ -166,7 +166,6 @@ def read_source(name: str | Path) -> Source:
     """
     folder = _folder(name)
     read_tokenizer(str(folder))
-    read_tensors(folder)  # raises for quantised or damaged weights
     softmax, more, dropout = package_config(folder), 0, ()
     model = model_without_weights(folder)
     origin = None if softmax is None else layout_of(folder)[0]

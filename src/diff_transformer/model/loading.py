@@ -1,15 +1,13 @@
 """Load a saved model: only from safetensors (reading a pickle can run code), and only with all of its weights."""
 
 import hashlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file
-from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from diff_transformer.checks import first_line, listed, read_json, require_known
@@ -19,7 +17,7 @@ from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import PRESETS, preset
 
 DTYPES = ("float32", "bfloat16", "float16")
-_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+_ADVICE = "docs/conversion.md says how to write safetensors from a pickle, docs/pretrained_to_diff.md from GGUF"
 
 
 def load_model(name_or_path: str, *, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
@@ -52,84 +50,41 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
         options: of ``from_pretrained``.
 
     Raises:
-        UserError: if there is no such model, or its weights are pickles, damaged or incomplete.
+        UserError: if there is no such model, or its weights are not in safetensors, damaged or incomplete.
     """
-    folder = Path(name_or_path)
-    if folder.is_dir():
-        weight_files(folder)
     options = {"trust_remote_code": False, "output_loading_info": True, "ignore_mismatched_sizes": True} | options
     try:
         model, info = model_class.from_pretrained(str(name_or_path), use_safetensors=True, **options)
-    except (OSError, SafetensorError) as error:
-        raise UserError(f"{name_or_path} cannot be loaded: {first_line(error)}") from None
-    if wrong := _misfits(info):
+    except UserError:
+        raise
+    except (OSError, ValueError, SafetensorError) as error:
         raise UserError(
-            f"the weights in {name_or_path} are not those that {type(model).__name__} has by its configuration: {wrong}"
+            f"{name_or_path} cannot be loaded: {first_line(error)}; only safetensors are read ({_ADVICE})"
+        ) from None
+    wrong = {
+        "missing": info["missing_keys"],
+        "of another shape": [
+            f"{key} {tuple(saved)}, not {tuple(size)}" for key, saved, size in info["mismatched_keys"]
+        ],
+    }
+    if any(wrong.values()):
+        lists = [f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in wrong.items() if names]
+        raise UserError(
+            f"the weights in {name_or_path} are not those that {type(model).__name__} has by its configuration: "
+            f"{'; '.join(lists)}"
         )
     return model
 
 
-def _misfits(info: Mapping[str, Any]) -> str:
-    """Describe the missing and misshapen weights that ``from_pretrained`` reports."""
-    shapes = [f"{key} {tuple(saved)} (expected {tuple(wanted)})" for key, saved, wanted in info["mismatched_keys"]]
-    kinds = {"missing": info["missing_keys"], "of another shape": shapes}
-    return "; ".join(f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds.items() if names)
-
-
 def read_settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """Read the JSON object in ``folder / name``.
+    """The settings in ``folder / name``.
 
     Raises:
-        UserError: if there is no such file, or it does not hold a JSON object.
+        UserError: if there is no such file, or it is not JSON.
     """
-    path = folder / name
-    if not path.exists():
+    if not (folder / name).exists():
         raise UserError(f"{folder} has no {name}; give the folder of a saved model")
-    settings = read_json(path, "copy or download it again")
-    if not isinstance(settings, dict):
-        raise UserError(f"{path} holds a {type(settings).__name__}; expected a JSON object")
-    return settings
-
-
-def read_tensors(folder: Path) -> dict[str, Tensor]:
-    """The tensors of a saved model, mapped into memory: what is not used is not read.
-
-    Raises:
-        UserError: as ``weight_files``, for a damaged file, and for tensors that are not floating point (quantised).
-    """
-    tensors: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        try:
-            tensors |= load_file(path)
-        except (SafetensorError, OSError) as error:
-            raise UserError(
-                f"{path} cannot be read as safetensors ({first_line(error)}); copy or download it again"
-            ) from None
-    if quantised := [name for name, tensor in tensors.items() if not tensor.is_floating_point()]:
-        raise UserError(f"{folder} has quantised weights ({listed(quantised)}); take the model before quantisation")
-    return tensors
-
-
-def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a saved model.
-
-    Raises:
-        UserError: if there are none, or shards of the index are missing.
-    """
-    index = folder / "model.safetensors.index.json"
-    names = sorted(path.name for path in folder.glob("*.safetensors"))
-    if index.exists():
-        shards = sorted(set(read_settings(folder, index.name)["weight_map"].values()))
-        if missing := [name for name in shards if name not in names]:
-            raise UserError(f"{folder} lacks {listed(missing)}, which {index.name} names; copy or download them again")
-        names = shards
-    if not names:
-        others = sorted(path.name for path in folder.glob("*") if path.suffix in (*_PICKLES, ".gguf"))
-        raise UserError(
-            f"{folder} holds no .safetensors file{f' but {listed(others)}' if others else ''}; docs/conversion.md says "
-            "how to write one from a pickle, docs/pretrained_to_diff.md from GGUF"
-        )
-    return [folder / name for name in names]
+    return read_json(folder / name, "copy or download it again")
 
 
 def model_path(model: str) -> str:
@@ -139,7 +94,8 @@ def model_path(model: str) -> str:
         return model
     for name in ("config.json", "tokenizer_config.json"):
         read_settings(folder, name)
-    weight_files(folder)
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"{folder} holds no .safetensors file; {_ADVICE}")
     return str(folder)
 
 

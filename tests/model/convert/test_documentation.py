@@ -31,7 +31,7 @@ def test_its_recipe_makes_safetensors_of_a_pickle(tmp_path, monkeypatch):
         vocab_size=64, hidden_size=32, intermediate_size=48, num_hidden_layers=1, num_attention_heads=4))  # fmt: skip
     torch.save(model.state_dict(), "model.pt")
     model.config.save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match=r"holds no .safetensors file but model.pt"):
+    with pytest.raises(ValueError, match="cannot be loaded"):
         convert.convert_folder(tmp_path, tmp_path / "ours")
     blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     exec(next(block for block in blocks if "torch.load" in block), {})

@@ -6,31 +6,29 @@ The rotary embedding rotates halves, as in this package.
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.plan import (
-    HUGGING_FACE,
-    LAMBDAS,
+from diff_transformer.model.convert.conversion import (
     SHARED_FIELDS,
-    Change,
     Conversion,
-    Names,
+    NamedTensors,
     adjacent_from_split,
     convert_model,
-    fold_head_norm,
-    package_names,
-    plan_of,
     refuse,
+    renamed,
     split_from_adjacent,
-    without,
 )
+from diff_transformer.model.loading import read_model
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
-_NAMES: Names = {**HUGGING_FACE, **{name: f"model.layers.{{i}}.self_attn.{name}" for name in LAMBDAS}}
+_LAMBDA, _PACKAGE_LAMBDA = "self_attn.lambda_", "self_attn.core.lam.lambda_"
 
 
 def from_diffllama(model: DiffLlamaForCausalLM) -> DiffTransformerForCausalLM:
@@ -42,13 +40,27 @@ def from_diffllama(model: DiffLlamaForCausalLM) -> DiffTransformerForCausalLM:
     return convert_model(to_package(model.config), DiffTransformerForCausalLM, model)
 
 
-def to_diffllama(model: DiffTransformerForCausalLM) -> DiffLlamaForCausalLM:
+def to_diffllama(model: DiffTransformerForCausalLM, dtype: torch.dtype | None = None) -> DiffLlamaForCausalLM:
     """The inverse of ``from_diffllama``; a head-norm weight is folded into W_O.
 
     Raises:
         UserError: as ``from_package``.
     """
-    return convert_model(from_package(model.config), DiffLlamaForCausalLM, model)
+    return convert_model(from_package(model.config), DiffLlamaForCausalLM, model, dtype)
+
+
+def read(folder: Path) -> DiffTransformerForCausalLM:
+    """The model of a folder, as ``from_diffllama``."""
+    return from_diffllama(read_model(folder, dtype="auto"))
+
+
+def write(model: DiffTransformerForCausalLM, folder: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Write ``to_diffllama`` of a model to a folder, with lambda vectors in fp32; return notes for the user."""
+    conversion, converted = from_package(model.config), to_diffllama(model, dtype)
+    tensors = conversion.tensors(model.state_dict().items())
+    vectors = {name: tensor for name, tensor in tensors if _LAMBDA in name}
+    converted.save_pretrained(folder, state_dict=converted.state_dict() | vectors)
+    return conversion.notes
 
 
 def to_package(config: DiffLlamaConfig) -> Conversion:
@@ -66,9 +78,9 @@ def to_package(config: DiffLlamaConfig) -> Conversion:
     package = DiffTransformerConfig(
         attention="diff", head_norm="no_weight", lambda_std=config.lambda_std_dev or 0.0, **fields
     )
-    move = Change(partial(adjacent_from_split, head_dim=package.heads.head_dim))
-    plan = plan_of(_names(package), package_names(package), package.num_hidden_layers, dict.fromkeys("qkv", move))
-    return Conversion(package, plan)
+    move = partial(adjacent_from_split, head_dim=package.heads.head_dim)
+    moves = dict.fromkeys(("q_proj", "k_proj", "v_proj"), move)
+    return Conversion(package, partial(renamed, names={_LAMBDA: _PACKAGE_LAMBDA}, moves=moves))
 
 
 def from_package(config: DiffTransformerConfig) -> Conversion:
@@ -86,14 +98,25 @@ def from_package(config: DiffTransformerConfig) -> Conversion:
     )  # fmt: skip
     fields = {name: getattr(config, name) for name in SHARED_FIELDS}
     diffllama = DiffLlamaConfig(lambda_std_dev=config.lambda_std, **fields)
-    changes = dict.fromkeys("qkv", Change(partial(split_from_adjacent, head_dim=config.heads.head_dim)))
-    notes = []
-    if config.head_norm is True:
-        changes["o"] = Change(fold_head_norm, ("head_norm",))
-        notes.append("DiffLlama has no head-norm weight: it is folded into W_O, which is rounded once")
-    plan = plan_of(package_names(config), _names(config), config.num_hidden_layers, changes)
-    return Conversion(diffllama, plan, notes)
+    move = partial(split_from_adjacent, head_dim=config.heads.head_dim)
+    moves = dict.fromkeys(("q_proj", "k_proj", "v_proj"), move)
+
+    def tensors(package: NamedTensors) -> NamedTensors:
+        return renamed(_without_head_norms(dict(package)).items(), {_PACKAGE_LAMBDA: _LAMBDA}, moves)
+
+    note = "DiffLlama has no head-norm weight: it is folded into W_O, which is rounded once"
+    return Conversion(diffllama, tensors, (note,) if config.head_norm is True else ())
 
 
-def _names(config) -> Names:
-    return without(_NAMES, "head") if config.tie_word_embeddings else _NAMES
+def _without_head_norms(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Multiply each head norm's weight into W_O: column ``c`` times ``weight[c % 2d]``, in fp32 or wider.
+
+    The layer computes the product of the two anyway, so a norm without a weight gives the same output with this
+    matrix, up to the rounding of the product.
+    """
+    for name in [name for name in tensors if name.endswith("core.head_norm.weight")]:
+        output, norm = name.replace("core.head_norm", "o_proj"), tensors.pop(name)
+        wide = torch.promote_types(norm.dtype, torch.float32)
+        columns = tensors[output].to(wide).unflatten(1, (-1, norm.numel())) * norm.to(wide)
+        tensors[output] = columns.flatten(1)
+    return tensors

@@ -1,15 +1,15 @@
 """Convert the model in a folder to another layout, in a new folder: what ``diff-transformer convert`` calls.
 
-Every layout's module has ``to_package`` and ``from_package``, which plan a conversion; so any layout converts to any
-other through this package's own.
+Every layout's module has ``read`` and ``write``, from and to this package's model, so any layout converts to any other.
 """
 
 import shutil
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, DiffLlamaForCausalLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from diff_transformer.checks import first_line, listed, require_known
 from diff_transformer.durable import replacing, require_writable
@@ -17,10 +17,10 @@ from diff_transformer.errors import UserError
 from diff_transformer.model.card import source_facts
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import diffllama, llama, motif
+from diff_transformer.model.convert.conversion import convert_model
 from diff_transformer.model.convert.from_softmax import to_differential
-from diff_transformer.model.convert.plan import assemble, load_tensors
 from diff_transformer.model.differentiate import KINDS, check_start, differentiate, read
-from diff_transformer.model.loading import read_model, read_settings, read_tensors
+from diff_transformer.model.loading import read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 PACKAGE = "diff-transformer"
@@ -33,19 +33,18 @@ _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
 
 class Layout(NamedTuple):
-    """A layout of checkpoints, known by its ``model_type`` in ``config.json``; ``module`` plans its conversions."""
+    """A layout of checkpoints, known by its ``model_type`` in ``config.json``; ``module`` is None for this package."""
 
     title: str
     model_types: tuple[str, ...]
-    module: Any
-    model_class: Any
+    module: ModuleType | None
 
 
 LAYOUTS: dict[str, Layout] = {
-    PACKAGE: Layout("this package's layout", ("diff_transformer",), None, DiffTransformerForCausalLM),
-    "llama": Layout("a Llama-family softmax model", ("llama", "mistral"), llama, LlamaForCausalLM),
-    "diffllama": Layout("Hugging Face DiffLlama", ("diffllama",), diffllama, DiffLlamaForCausalLM),
-    "motif": Layout("Motif-2.6B or Motif-2-12.7B", ("motif",), motif, None),
+    PACKAGE: Layout("this package's layout", ("diff_transformer",), None),
+    "llama": Layout("a Llama-family softmax model", ("llama", "mistral"), llama),
+    "diffllama": Layout("Hugging Face DiffLlama", ("diffllama",), diffllama),
+    "motif": Layout("Motif-2.6B or Motif-2-12.7B", ("motif",), motif),
 }
 TARGETS = (*LAYOUTS, *KINDS)
 
@@ -99,33 +98,33 @@ def convert_folder(
         raise UserError(f"{source} is a {settings.get('model_type')!r} model; accepted: {_titles()}")
     if layout == target:
         raise UserError(f"{source} is in the layout {target!r} already; give another --to")
-    config, tensors = _config(source, layout, settings), read_tensors(source)
-    source_dtype = next(iter(tensors.values())).dtype
-    steps = [] if layout == PACKAGE else [LAYOUTS[layout].module.to_package]
+    module = LAYOUTS[layout].module
+    model = read_model(source, DiffTransformerForCausalLM, dtype="auto") if module is None else module.read(source)
+    model.source_facts = source_facts(str(source))
+    notes, write = [f"{source}: {LAYOUTS[layout].title}"], None
     if target in KINDS:
-        steps.append(lambda softmax: to_differential(softmax, target, lambda_init))
-    elif target != PACKAGE:
-        steps.append(LAYOUTS[target].module.from_package)
-    notes = [f"{source}: {LAYOUTS[layout].title}"]
-    for step in steps:
-        conversion = step(config)
-        tensors = assemble(conversion.plan, tensors, dtype if step is steps[-1] else None)
-        config, notes = conversion.config, notes + conversion.notes
+        conversion = to_differential(model.config, target, lambda_init)
+        model, notes = convert_model(conversion, DiffTransformerForCausalLM, model, dtype), [*notes, *conversion.notes]
+    else:
+        write = LAYOUTS[target].module
     with replacing(out) as folder:
         folder.mkdir(parents=True)
-        if target == "motif":
-            motif.write(config, tensors, folder, dtype or source_dtype)
+        if write is None:
+            model.to(dtype or model.dtype).save_pretrained(folder)
         else:
-            kind = LAYOUTS[PACKAGE if target in KINDS else target].model_class
-            model = load_tensors(kind, config, tensors, dtype or source_dtype)
-            model.source_facts = source_facts(str(source))
-            model.save_pretrained(folder)
+            notes += write.write(model, folder, dtype)
         return notes + carry_over(source, folder)
 
 
 def layout_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
-    """The layout of the model in ``folder``, a key of ``LAYOUTS`` or None, and the content of its ``config.json``."""
+    """The layout of the model in ``folder``, a key of ``LAYOUTS`` or None, and the content of its ``config.json``.
+
+    Raises:
+        UserError: if there is no ``config.json``, or the weights are quantised.
+    """
     settings = read_settings(folder)
+    if settings.get("quantization_config"):
+        raise UserError(f"{folder} has quantised weights; take the model before quantisation")
     model_type = str(settings.get("model_type")).lower()
     names = [name for name, layout in LAYOUTS.items() if model_type in layout.model_types]
     return names[0] if names and settings.get("differential") is None else None, settings
@@ -136,11 +135,10 @@ def package_config(folder: Path) -> DiffTransformerConfig | None:
     layout, settings = layout_of(folder)
     if layout is None:
         return None
-    config = _config(folder, layout, settings)
-    if layout == PACKAGE:
-        return config
+    config: Any = settings if layout == "motif" else AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    module = LAYOUTS[layout].module
     try:
-        return LAYOUTS[layout].module.to_package(config).config
+        return config if module is None else module.to_package(config).config
     except UserError:  # such as a Llama with biases
         return None
 
@@ -166,10 +164,6 @@ def carry_over(source: Path, folder: Path) -> list[str]:
     for name in copied:
         shutil.copyfile(source / name, folder / name)
     return [f"carried over: {listed(copied)}"] if copied else []
-
-
-def _config(folder: Path, layout: str, settings: dict[str, Any]) -> Any:
-    return settings if layout == "motif" else AutoConfig.from_pretrained(folder, trust_remote_code=False)
 
 
 def _convert_in_place(source: Path, out: Path, kind: str, dtype: torch.dtype | None, lambda_init: float) -> list[str]:

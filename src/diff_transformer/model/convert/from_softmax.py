@@ -19,18 +19,8 @@ from transformers import LlamaForCausalLM
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.conversion import Conversion, NamedTensors, convert_model, renamed
 from diff_transformer.model.convert.llama import from_llama
-from diff_transformer.model.convert.plan import (
-    LAMBDAS,
-    PACKAGE_NAMES,
-    Change,
-    Conversion,
-    TargetTensor,
-    convert_model,
-    package_names,
-    plan_of,
-    without,
-)
 from diff_transformer.model.differentiate import check_start, each_head_twice
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
@@ -67,31 +57,33 @@ def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: 
         raise UserError(f"the model has attention={config.attention!r} already; give a softmax Transformer")
     if config.softmax_head_norm:
         raise UserError("softmax_head_norm is True; the converted heads have no norm, so that the logits would differ")
-    target = copy.deepcopy(config)
+    target, d, layers = copy.deepcopy(config), config.heads.head_dim, range(config.num_hidden_layers)
     target.attention, target.lambda_learned = attention, True
-    names, layers = package_names(target), config.num_hidden_layers
-    twice = Change(partial(each_head_twice, width=config.heads.head_dim))
-    new: dict[str, Tensor] = {}
+    twice = partial(each_head_twice, width=d)
+    prefix, new = "model.layers.{}.self_attn.core.lam.", dict[str, Tensor]()
     if attention == "diff":
         assert config.num_key_value_heads is not None  # set by the configuration itself
         target.lambda_init, target.head_norm, target.head_norm_init = float(lambda_init), False, 1.0
         target.num_attention_heads = 2 * config.num_attention_heads
         target.num_key_value_heads = 2 * config.num_key_value_heads
         target.value_head_dim = config.heads.value_dim
-        names = package_names(target)
         remaining = (1.0 - lambda_init) ** 2  # of the old map, and the factor 1 - lambda_init of every head
-        changes = {"q": twice, "k": twice, "o": Change(partial(torch.mul, other=1 / remaining))}
+        moves = {"q_proj": twice, "k_proj": twice, "o_proj": partial(torch.mul, other=1 / remaining)}
         draw = torch.Generator().manual_seed(0)
-        for i in range(layers):
-            q, k = target.lambda_std * torch.randn(2, config.heads.head_dim, generator=draw)
-            new |= {names[role].format(i=i): vector for role, vector in zip(LAMBDAS, (q, k, q, k), strict=True)}
+        for i in layers:
+            q, k = target.lambda_std * torch.randn(2, d, generator=draw)
+            vectors = {"lambda_q1": q, "lambda_k1": k, "lambda_q2": q, "lambda_k2": k}
+            new |= {prefix.format(i) + name: vector for name, vector in vectors.items()}
     else:
-        changes = {"q": twice, "o": Change(partial(torch.mul, other=2.0))}
+        moves = {"q_proj": twice, "o_proj": partial(torch.mul, other=2.0)}
         zeros = torch.zeros(target.num_diff_heads, target.hidden_size)
-        new |= {names["lambda_proj"].format(i=i): zeros for i in range(layers)}
-    plan = plan_of(package_names(config), without(names, *LAMBDAS, "lambda_proj"), layers, changes)
-    plan |= {name: _constant(tensor) for name, tensor in new.items()}
-    return Conversion(target, plan, [f"lambda starts at {lambda_init:g} in every layer"])
+        new = {f"{prefix.format(i)}proj.weight": zeros for i in layers}
+
+    def tensors(softmax: NamedTensors) -> NamedTensors:
+        yield from renamed(softmax, moves=moves)
+        yield from new.items()
+
+    return Conversion(target, tensors, (f"lambda starts at {lambda_init:g} in every layer",))
 
 
 _SIZES = (
@@ -113,9 +105,3 @@ def nearest(config: Any) -> Any:
 def has_experts(config: Any) -> bool:
     """True if a decoder is a mixture of experts, of which ``nearest`` counts one."""
     return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
-
-
-def _constant(tensor: Tensor) -> TargetTensor:
-    """A new tensor: fp32 for the lambda vectors, else in the dtype of the embedding."""
-    dtype = torch.float32 if tensor.dim() == 1 else None
-    return TargetTensor((PACKAGE_NAMES["embedding"],), lambda source: tensor.to(source.device), dtype)

@@ -1,12 +1,15 @@
 """Llama-family softmax models: the matched Transformer has their architecture, and every tensor keeps its name."""
 
+from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.plan import SHARED_FIELDS, Conversion, convert_model, package_names, plan_of, refuse
+from diff_transformer.model.convert.conversion import SHARED_FIELDS, Conversion, convert_model, refuse, renamed
+from diff_transformer.model.loading import read_model
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 
@@ -19,13 +22,24 @@ def from_llama(model: LlamaForCausalLM) -> DiffTransformerForCausalLM:
     return convert_model(to_package(model.config), DiffTransformerForCausalLM, model)
 
 
-def to_llama(model: DiffTransformerForCausalLM) -> LlamaForCausalLM:
+def to_llama(model: DiffTransformerForCausalLM, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
     """The inverse of ``from_llama``.
 
     Raises:
         UserError: as ``from_package``.
     """
-    return convert_model(from_package(model.config), LlamaForCausalLM, model)
+    return convert_model(from_package(model.config), LlamaForCausalLM, model, dtype)
+
+
+def read(folder: Path) -> DiffTransformerForCausalLM:
+    """The model of a folder, as ``from_llama``."""
+    return from_llama(read_model(folder, dtype="auto"))
+
+
+def write(model: DiffTransformerForCausalLM, folder: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Write ``to_llama`` of a model to a folder."""
+    to_llama(model, dtype).save_pretrained(folder)
+    return ()
 
 
 def to_package(config: LlamaConfig | MistralConfig) -> Conversion:
@@ -42,11 +56,8 @@ def to_package(config: LlamaConfig | MistralConfig) -> Conversion:
             "silu; convert a Llama model without them"
         )
     fields: dict[str, Any] = {name: getattr(config, name) for name in SHARED_FIELDS}
-    package = DiffTransformerConfig(
-        attention="softmax", sliding_window=getattr(config, "sliding_window", None), **fields
-    )
-    names = package_names(package)
-    return Conversion(package, plan_of(names, names, package.num_hidden_layers))
+    window = getattr(config, "sliding_window", None)
+    return Conversion(DiffTransformerConfig(attention="softmax", sliding_window=window, **fields), renamed)
 
 
 def from_package(config: DiffTransformerConfig) -> Conversion:
@@ -60,6 +71,4 @@ def from_package(config: DiffTransformerConfig) -> Conversion:
         attention=("softmax",), softmax_head_norm=(False,), hidden_act=("silu",), sliding_window=(None,),
         value_head_dim=(None, config.heads.head_dim),
     )  # fmt: skip
-    llama = LlamaConfig(**{name: getattr(config, name) for name in SHARED_FIELDS})
-    names = package_names(config)
-    return Conversion(llama, plan_of(names, names, config.num_hidden_layers))
+    return Conversion(LlamaConfig(**{name: getattr(config, name) for name in SHARED_FIELDS}), renamed)

@@ -15,31 +15,15 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
-from torch import Tensor
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.plan import (
-    HUGGING_FACE,
-    LAMBDAS,
-    PACKAGE_NAMES,
-    Conversion,
-    Names,
-    package_names,
-    plan_of,
-    refuse,
-    without,
-)
+from diff_transformer.model.convert.conversion import Conversion, NamedTensors, refuse, renamed
+from diff_transformer.model.loading import read_model, read_settings
+from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 DEPTH_OFFSET = -1
-_PREFIX = "model.layers.{i}.self_attn"
-_NAMES: Names = {
-    **HUGGING_FACE,
-    **{name: f"{_PREFIX}.{name}" for name in LAMBDAS},
-    "head_norm": f"{_PREFIX}.subln.weight",
-    "activation_weight": PACKAGE_NAMES["activation_weight"],
-    "activation_bias": PACKAGE_NAMES["activation_bias"],
-}
+_NAMES = {"self_attn.lambda_": "self_attn.core.lam.lambda_", "self_attn.subln.": "self_attn.core.head_norm."}
 # The ports' defaults for settings that a config.json may omit.
 _DEFAULTS = {
     "rms_norm_eps": 1e-6, "attn_rms_norm_eps": 1e-5, "rope_theta": 10000.0, "max_position_embeddings": 8192,
@@ -55,6 +39,32 @@ _NOT_HERE = {
     "mhc_enabled": "several residual streams", "num_experts": "a mixture of experts",
     "use_sliding_window": "a sliding window in some layers",
 }  # fmt: skip
+
+
+def read(folder: Path) -> DiffTransformerForCausalLM:
+    """The model of a folder; every tensor stays as it is."""
+    config = to_package(read_settings(folder)).config
+    names = {old.replace(".", r"\."): new for old, new in _NAMES.items()}
+    model = read_model(folder, DiffTransformerForCausalLM, config=config, key_mapping=names, dtype="auto")
+    model._weight_conversions = None  # else save_pretrained gives the tensors their old names
+    return model
+
+
+def write(model: DiffTransformerForCausalLM, folder: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
+    """Write ``config.json`` and safetensors to ``folder``; return notes for the user.
+
+    Raises:
+        UserError: as ``from_package``.
+    """
+    settings, tensors, notes = from_package(model.config)
+    model = model if dtype is None else model.to(dtype)
+    settings["torch_dtype"] = str(model.dtype).removeprefix("torch.")
+    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
+    state = model.state_dict()
+    if model.config.tie_word_embeddings:
+        del state["lm_head.weight"]
+    save_torch_state_dict(dict(tensors(state.items())), folder)
+    return notes
 
 
 def to_package(settings: dict[str, Any]) -> Conversion:
@@ -76,8 +86,7 @@ def to_package(settings: dict[str, Any]) -> Conversion:
         )
     if settings["k_ratio"] != 1:
         raise UserError(f"k_ratio is {settings['k_ratio']}; grouped differential attention here takes k_ratio 1")
-    config = _package_config(settings)
-    return Conversion(config, plan_of(_names(config), package_names(config), config.num_hidden_layers))
+    return Conversion(_package_config(settings), _to_package)
 
 
 def from_package(config: DiffTransformerConfig) -> Conversion:
@@ -108,15 +117,8 @@ def from_package(config: DiffTransformerConfig) -> Conversion:
     }
     if config.attention == "grouped_diff":
         settings |= {"num_noise_heads": config.heads.queries - config.heads.outputs, "k_ratio": 1}
-    notes = ["the code that runs a Motif checkpoint is in its repository on the hub: copy it beside, or set auto_map"]
-    return Conversion(settings, plan_of(package_names(config), _names(config), config.num_hidden_layers), notes)
-
-
-def write(settings: dict[str, Any], tensors: dict[str, Tensor], folder: Path, dtype: torch.dtype) -> None:
-    """Write ``config.json`` and safetensors to ``folder``."""
-    settings = {**settings, "torch_dtype": str(dtype).removeprefix("torch.")}
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    save_torch_state_dict(tensors, folder)
+    note = "the code that runs a Motif checkpoint is in its repository on the hub: copy it beside, or set auto_map"
+    return Conversion(settings, _from_package, (note,))
 
 
 def _package_config(settings: dict[str, Any]) -> DiffTransformerConfig:
@@ -143,8 +145,9 @@ def _package_config(settings: dict[str, Any]) -> DiffTransformerConfig:
     )
 
 
-def _names(config: DiffTransformerConfig) -> Names:
-    absent = ["head"] if config.tie_word_embeddings else []
-    if config.hidden_act != "poly_norm":
-        absent += ["activation_weight", "activation_bias"]
-    return without(_NAMES, *absent)
+def _to_package(tensors: NamedTensors) -> NamedTensors:
+    return renamed(tensors, _NAMES)
+
+
+def _from_package(tensors: NamedTensors) -> NamedTensors:
+    return renamed(tensors, {new: old for old, new in _NAMES.items()})

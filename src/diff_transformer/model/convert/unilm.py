@@ -18,9 +18,10 @@ from torch import Tensor
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.attention import DiffAttention
-from diff_transformer.model.convert.plan import LAMBDAS, halves_from_interleaved, take_heads
+from diff_transformer.model.convert.conversion import halves_from_interleaved, take_heads
 
 HEAD_NORM_EPS = 1e-5
+LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
 _NAMES = {
     **{f"{name}_proj.weight": f"{name}_proj.weight" for name in "qkvo"},
     "out_proj.weight": "o_proj.weight",

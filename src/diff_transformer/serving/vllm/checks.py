@@ -7,11 +7,11 @@ from torch import Tensor
 
 from diff_transformer.checks import listed
 from diff_transformer.errors import UserError
-from diff_transformer.model.convert.plan import BUFFERS
 from diff_transformer.model.heads import HeadCounts
 
 ARCHITECTURE = "DiffTransformerForCausalLM"
 DIFFERENTIAL = ("DifferentialForCausalLM", "DifferentialMoEForCausalLM")  # made so in place, without and with experts
+BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")  # ends of names in older checkpoints; the configuration has them
 TESTED = "0.32"  # the release of vLLM that the tests run on
 OLDEST = (0, 32)
 WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads, to pad to where a backend does not take one

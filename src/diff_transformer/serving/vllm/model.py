@@ -101,7 +101,7 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
             UserError: for tensors that are missing; vLLM raises others for unknown ones and those of another shape.
         """
         if getattr(self.config, "published", None):
-            weights = published.converted(published.conversion(self.config.published).plan, weights)
+            weights = published.conversion(self.config.published).tensors(weights)
         with torch.device("meta"):
             state = CausalLM(self.config).state_dict()
         tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()

@@ -1,20 +1,18 @@
 """Published checkpoints in another layout, served as they are: what ``convert`` would write, without writing it.
 
-vLLM reads their configuration through ``PublishedConfig``, as ours, and the model makes its tensors from theirs while
-they are loaded, by the plan of the conversion. Their remote code is not needed and does not run.
+vLLM reads their configuration through ``PublishedConfig``, and the model converts their tensors while they are loaded.
+Their remote code is not needed and does not run.
 """
 
-from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DiffLlamaConfig, PreTrainedConfig
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import diffllama, motif
-from diff_transformer.model.convert.plan import Conversion, Plan
+from diff_transformer.model.convert.conversion import Conversion
 
 ARCHITECTURES = {"diffllama": "DiffLlamaForCausalLM", "motif": "MotifForCausalLM"}  # by layout
 MODEL_TYPES = {"diffllama": "diffllama", "motif": "motif", "Motif": "motif"}  # in config.json: layout
@@ -60,26 +58,3 @@ def conversion(settings: dict[str, Any]) -> Conversion:
     if MODEL_TYPES[settings["model_type"]] == "motif":
         return motif.to_package(settings)
     return diffllama.to_package(DiffLlamaConfig.from_dict(settings))
-
-
-def converted(plan: Plan, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """The targets of a plan, each as soon as its sources have come; a source is kept until its last target is made.
-
-    Tensors that the plan does not name, such as the head beside tied embeddings, are left out.
-    """
-    waiting: dict[str, set[str]] = {}
-    for name, target in plan.items():
-        for source in target.sources:
-            waiting.setdefault(source, set()).add(name)
-    loaded: dict[str, Tensor] = {}
-    for source, tensor in tensors:
-        loaded[source] = tensor
-        for name in sorted(waiting.get(source, ())):
-            target = plan[name]
-            if all(each in loaded for each in target.sources):
-                result = target.compute(*(loaded[each] for each in target.sources))
-                yield name, result.to(target.dtype or tensor.dtype)
-                for each in target.sources:
-                    waiting[each].discard(name)
-        for done in [each for each in loaded if not waiting.get(each)]:
-            del loaded[done]
