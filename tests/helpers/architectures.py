@@ -37,7 +37,6 @@ ARCHITECTURES = {
     "Cohere 2": ("Cohere2", {"sliding_window": 8, "layer_types": _LAYERS}),
     "Starcoder2": ("Starcoder2", {"sliding_window": 8}),
     "GLM-4": ("Glm4", {"head_dim": 16}),
-    "StableLM": ("StableLm", {"qk_layernorm": True, "use_qkv_bias": True}),
     "OLMo 2": ("Olmo2", {}),
     "OLMo 2, one key/value head": ("Olmo2", {"num_key_value_heads": 1}),
     "OLMo 3": ("Olmo3", {"sliding_window": 8, "layer_types": _LAYERS}),

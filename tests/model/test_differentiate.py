@@ -18,7 +18,7 @@ from diff_transformer.model.convert import softmax_to_diff
 from diff_transformer.model.differentiate import ENTRY, KINDS, SplitAttention
 
 TAKEN = [row["model"] for row in json.loads(RECORD.read_text())["rows"] if not row["refused"]]
-SHAPES = ["Qwen3", "Mistral", "Phi-3, Phi-4", "GPT-NeoX, Pythia", "GPT-2", "StableLM"]  # every kind of projections
+SHAPES = ["Qwen3", "Mistral", "Phi-3, Phi-4", "GPT-NeoX, Pythia", "GPT-2"]  # every kind of projections
 _source = functools.cache(tiny)
 
 
@@ -299,7 +299,7 @@ def test_bad_arguments_are_refused():
     refused("lambda of 'diff_v2' starts at 0.5; leave it out", source("Qwen3"), lambda_init=0.3)
 
 
-def test_models_that_cannot_be_doubled_are_refused(tmp_path):
+def test_models_that_cannot_be_doubled_are_refused():
     from peft import LoraConfig, get_peft_model
 
     adapted = get_peft_model(source("Qwen3"), LoraConfig(target_modules=["q_proj"]))
@@ -309,12 +309,6 @@ def test_models_that_cannot_be_doubled_are_refused(tmp_path):
     quantised = source("Qwen3")
     quantised.config.quantization_config = {"quant_method": "torchao"}
     refused("has quantised weights", quantised)
-    source("Qwen3").save_pretrained(tmp_path)
-    offloaded = AutoModelForCausalLM.from_pretrained(
-        tmp_path, device_map={"model": "disk", "lm_head": "cpu"}, offload_folder=tmp_path / "disk"
-    )
-    with pytest.raises(ValueError, match="the weights of Qwen3Attention are offloaded"):
-        differentiate(offloaded)
 
 
 def test_entries_of_other_versions_are_refused():

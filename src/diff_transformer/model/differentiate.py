@@ -13,7 +13,6 @@ whose configuration has it, before weights are loaded.
 Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value heads, d their width.
 """
 
-import copy
 import inspect
 import os
 import sys
@@ -58,9 +57,7 @@ _FUSED = {
     "GPTNeoXAttention": _Fused("query_key_value", "dense", by_head=True),
     "GPT2Attention": _Fused("c_attn", "c_proj", by_head=False),
 }
-# These read their numbers of heads only to view the projections; -1 views however many there are.
-_VIEW_BY_NUMBER = ("StableLmAttention",)
-_NUMBERS = ("num_heads", "num_key_value_heads", "num_attention_heads")
+_NUMBERS = {"num_heads", "num_key_value_heads", "num_attention_heads"}
 
 
 class Parts(NamedTuple):
@@ -139,10 +136,6 @@ def check_start(kind: str, lambda_init: Any) -> None:
         )
 
 
-def register_names(model: PreTrainedModel, *_: Any) -> None:
-    """Importing this file registers the names of ``attn_implementation``, which a model's constructor checks."""
-
-
 def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any) -> None:
     """Write the model card, ``README.md``, if there is none; ``save_pretrained`` calls it."""
     if is_main_process:
@@ -200,16 +193,11 @@ def _read(path: str, module: Any) -> Parts:
     known = {*names, *(name for pair in _NORMS for name in pair)}
     children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
     unknown = [*module._parameters, *(name for name in children if name not in known)]
-    config = getattr(module, "config", None)
-    crosses = getattr(module, "is_cross_attention", False) or getattr(config, "add_cross_attention", False)
     for wrong, reason in (
         (not getattr(module, "is_causal", True), f"{kind} is not causal, as an encoder's attention"),
         (getattr(module, "attn_logit_softcapping", None) is not None,
          f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
          "configuration, which changes the logits, and train on"),
-        (any(hasattr(x, "_hf_hook") and any(p.is_meta for p in x.parameters(recurse=False)) for x in module.modules()),
-         f"the weights of {kind} are offloaded; load the model without offloading"),
-        (fused and crosses, f"{kind} has cross-attention"),
         (missing, f"{kind} has no {listed(missing[:1])}"),
         (unknown, f"{kind} has {listed(unknown)} beside its projections"),
     ):  # fmt: skip
@@ -231,13 +219,10 @@ def _read(path: str, module: Any) -> Parts:
 
 
 def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
-    kind, widths = type(module).__name__, (q.out_features, k.out_features)
-    if not d or any(width % d for width in widths) or widths[0] % widths[1]:
-        raise UserError(f"the projections of {kind} are not whole heads of width {d}")
-    if v.out_features != widths[1] or out.in_features != widths[0]:
-        raise UserError(f"queries, keys and values of {kind} differ in width, or a gate is among them")
-    numbers = set(_NUMBERS) & set(inspect.unwrap(type(module).forward).__code__.co_names)
-    if numbers and kind not in _VIEW_BY_NUMBER:
+    kind, n, m = type(module).__name__, q.out_features, k.out_features  # widths of all heads
+    if not d or n % m or m % d or v.out_features != m or out.in_features != n:
+        raise UserError(f"queries, keys and values of {kind} are not heads of one width, or a gate is among them")
+    if numbers := _NUMBERS & set(inspect.unwrap(type(module).forward).__code__.co_names):
         raise UserError(f"{kind} fixes its number of heads ({', '.join(sorted(numbers))})")
 
 
@@ -285,14 +270,9 @@ def _double(module: Any, part: Parts, kind: str, lambda_init: float, draw: torch
     for projection, norm in ((q, norms[0]), (k, norms[1]))[: 1 if kind == "diff_v2" else 2]:
         _widen(projection, d)
         projection.out_features = projection.weight.shape[0]
-        if norm is not None and (by_head or next(norm.children(), None) is not None):
-            for name, each in list(norm.named_children()):  # a list of norms, one for each head
-                setattr(norm, name, nn.ModuleList(x for head in each for x in (head, copy.deepcopy(head))))
+        if norm is not None and by_head:
             _widen(norm, d)
     part.out.weight.mul_(1 / (1 - lambda_init))
-    for name in _NUMBERS:
-        if type(module).__name__ in _VIEW_BY_NUMBER and hasattr(module, name):
-            setattr(module, name, -1)
     module.add_module(LAMBDA, _lambda(q, kind, lambda_init, part.n, d, draw))
     module.register_forward_pre_hook(_give_lambda, with_kwargs=True)
 
@@ -412,17 +392,13 @@ def attend(
     """transformers' attention function: q ``[B, 2n, T, d]``, k ``[B, m, S, d]`` or of 2m heads, v ``[B, m, S, d]``.
 
     Raises:
-        UserError: from a module that ``differentiate`` has not changed, or with what the operator does not have.
+        UserError: from a module that ``differentiate`` has not changed.
     """
     lam = kwargs.get(LAMBDA)
     if lam is None:
         raise UserError(
             f"{type(module).__name__} has softmax attention, which attn_implementation='diff_...' does not compute; "
             "call diff_transformer.differentiate(model) first, or load with attn_implementation='sdpa'"
-        )
-    if other := [name for name in ("softcap", "s_aux", "position_bias") if kwargs.get(name) is not None]:
-        raise UserError(
-            f"{type(module).__name__} calls attention with {', '.join(other)}, which differential attention lacks here"
         )
     T = query.shape[2]
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

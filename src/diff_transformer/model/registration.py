@@ -16,17 +16,18 @@ def _register_config(table) -> None:
 
 
 def _extend_models(models) -> None:
-    for name, step in {"__init__": "register_names", "post_init": "restore", "save_pretrained": "save_card"}.items():
+    for name, step in {"__init__": None, "post_init": "restore", "save_pretrained": "save_card"}.items():
         setattr(models.PreTrainedModel, name, _extended(getattr(models.PreTrainedModel, name), step))
 
 
-def _extended(method, step: str):
+def _extended(method, step: str | None):
     @wraps(method)
     def extended(self, *args, **kwargs):
         if getattr(getattr(self, "config", args[0] if args else None), "differential", None) is not None:
-            from diff_transformer.model import differentiate
+            from diff_transformer.model import differentiate  # which registers names of attn_implementation
 
-            getattr(differentiate, step)(self, *args)
+            if step is not None:
+                getattr(differentiate, step)(self, *args)
         return method(self, *args, **kwargs)
 
     return extended

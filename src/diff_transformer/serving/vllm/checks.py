@@ -19,7 +19,7 @@ WIDTHS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)  # of heads, to pad
 # other logits than transformers for gpt_neox, and does not load gpt2 there, whatever their attention.
 DIFFERENTIABLE = (
     "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2", "gemma3_text", "smollm3",
-    "granite", "cohere", "cohere2", "starcoder2", "glm4", "stablelm", "olmo2", "olmo3", "phi", "phi3", "exaone4",
+    "granite", "cohere", "cohere2", "starcoder2", "glm4", "olmo2", "olmo3", "phi", "phi3", "exaone4",
 )  # fmt: skip
 
 logger = logging.getLogger(__name__)
