@@ -180,8 +180,9 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
 
     import gpu_stages
-    from diff_transformer.bench.contenders import VARIANTS, shape_inputs
+    from diff_transformer.bench.contenders import VARIANTS
     from diff_transformer.bench.decode import GPU_GRID
+    from diff_transformer.bench.gate import shape_inputs
     from diff_transformer.bench.shapes import Shape
     from diff_transformer.model.cores import pair_heads
     from diff_transformer.ops import diff_attention, diff_attention_decode

@@ -22,9 +22,10 @@ import torch
 
 from diff_transformer.bench import decode as decoding
 from diff_transformer.bench import pair, timing
-from diff_transformer.bench.attention import calls, run_attention_benchmark
-from diff_transformer.bench.contenders import VARIANTS, backend_contender, shape_inputs, wait_for_device
-from diff_transformer.bench.record import collect, machine
+from diff_transformer.bench.attention import run_attention_benchmark
+from diff_transformer.bench.contenders import VARIANTS, backend_contender
+from diff_transformer.bench.gate import shape_inputs, wait_for_device
+from diff_transformer.bench.record import Options
 from diff_transformer.bench.run import cells
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.ops import available_backends
@@ -78,8 +79,8 @@ def hopper(dry: bool, seconds: float, out: Path) -> None:
                 row = {"form": kernels, "width": D, "causal": causal, "dtype": "bfloat16"}
                 yield row | (results.pop(0).result() if refused is None else {"gate": f"failed: {refused}"})
 
-    facts = {"machine": machine(device), "forms": Counter(kernels for kernels, _ in forms)}
-    record = collect("hopper", rows(), facts, out=out, on_row=_say_row)
+    options = Options(device, out=out, on_row=_say_row)
+    record = options.collect("hopper", [("", rows)], forms=Counter(kernels for kernels, _ in forms))
     failed = [row for row in record["rows"] if row["gate"] != "passed"]
     if failed and refused is None:
         raise SystemExit(f"{len(failed)} Hopper kernels fail, and are not used in what follows: see {out.name}")
@@ -104,7 +105,7 @@ def correctness(dry: bool, seconds: float, out: Path) -> None:
         left = end - time.monotonic()
         tests[name] = run_tests(selected, left if i else FIRST_TESTS * left, parallel=not dry)
     statuses = [call["exit_status"] for call in tests.values()]
-    collect("correctness", iter(()), {"tests": tests, "machine": machine(device_of(dry))}, out=out)
+    Options(device_of(dry), out=out).collect("correctness", [], tests=tests)
     if any(status not in (0, None) for status in statuses):
         raise SystemExit(f"tests ended with {statuses}")
     if None in statuses:
@@ -150,7 +151,7 @@ def compile_kernels(dry: bool, seconds: float, out: Path) -> None:
     tasks = [
         (device, shape, variant) for shape in compiled_shapes(dry) for variant in (VARIANTS if not dry else [None])
     ]
-    began = time.monotonic()
+    began, unfinished = time.monotonic(), []
 
     def rows() -> Iterator[dict]:
         context = multiprocessing.get_context("fork" if dry else "spawn")
@@ -162,14 +163,15 @@ def compile_kernels(dry: bool, seconds: float, out: Path) -> None:
             except TimeoutError:
                 left = sum(not task.done() for task in waiting)
                 pool.shutdown(wait=False, cancel_futures=True)
-                yield {"unfinished": f"out of time before {left} of {len(tasks)}"}
+                unfinished.append(f"out of time before {left} of {len(tasks)}")
 
-    record = collect("compile", rows(), {"machine": machine(device)}, out=out, on_row=_say_row)
+    record = Options(device, out=out, on_row=_say_row).collect("compile", [("", rows)])
     print(f"{len(record['rows'])} compiled, {time.monotonic() - began:.0f} s", flush=True)
     failed = [row for row in record["rows"] if row["gate"] != "passed"]
     if failed:
         raise SystemExit(f"{len(failed)} of {len(tasks)} could not be compiled")
-    _finish(record)
+    if unfinished:
+        raise Unfinished(unfinished[0])
 
 
 def compiled_shapes(dry: bool) -> list[Shape]:
@@ -188,7 +190,7 @@ def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
     try:
         inputs = shape_inputs(shape, torch.bfloat16, device)
         contender = backend_contender("blockwise" if device == "cpu" else "triton", inputs, shape.causal, variant)
-        for run in calls(contender).values():
+        for run in contender.calls().values():
             run()
         wait_for_device()
         gate = "passed"

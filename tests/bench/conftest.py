@@ -1,6 +1,6 @@
 import pytest
 
-from diff_transformer.bench import decode, timing
+from diff_transformer.bench import decode, record, timing
 
 
 @pytest.fixture(autouse=True)
@@ -13,17 +13,17 @@ def _small_ceilings(monkeypatch):
 
 @pytest.fixture
 def kept_times(monkeypatch):
-    """A function that makes a module keep the Times of its runs, in the dictionary that it returns."""
+    """A function that returns a dictionary, which later gets the Times of all runs."""
 
-    def keep(module):
-        seen, measure = {}, module.interleaved_times
+    def keep():
+        seen, measure = {}, record.interleaved_times
 
         def measured(*args, **options):
             times = measure(*args, **options)
             seen.update(times)
             return times
 
-        monkeypatch.setattr(module, "interleaved_times", measured)
+        monkeypatch.setattr(record, "interleaved_times", measured)
         return seen
 
     return keep

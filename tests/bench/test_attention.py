@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from diff_transformer.bench import attention as bench
-from diff_transformer.bench import contenders, record
+from diff_transformer.bench import contenders, gate, record
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import cpu, sdpa
 
@@ -117,10 +117,10 @@ def test_a_backend_that_breaks_has_failed_and_the_others_go_on(monkeypatch):
 
 def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
     def faults(call):
-        raise contenders.FAULT("oh no")
+        raise gate.FAULT("oh no")
 
     monkeypatch.setattr(sdpa, "attend", faults)
-    with pytest.raises(contenders.FAULT, match="oh no"):
+    with pytest.raises(gate.FAULT, match="oh no"):
         bench.run_attention_benchmark(SMALL, FP32, backends=["sdpa", "blockwise"], repeats=1)
 
 
@@ -133,9 +133,9 @@ def test_without_the_causal_limit():
 def test_gate_looks_at_the_length_that_is_timed(monkeypatch):
     attend = cpu.attend
     monkeypatch.setattr(cpu, "attend", lambda call: attend(call) * (1.01 if call.q1.shape[2] > 555 else 1))
-    gate = contenders.Gate(Shape(1, 1, 600, 8), torch.float32, "cpu")
+    checked = gate.Gate(Shape(1, 1, 600, 8), torch.float32, "cpu")
     with pytest.raises(AssertionError, match="out at length 600"):
-        gate.check(contenders.backend_contender("blockwise", gate.full, True).function)
+        checked.check(contenders.backend_contender("blockwise", checked.full, True).function)
 
 
 def test_time_runs_out_between_shapes(monkeypatch):
@@ -158,6 +158,6 @@ def test_the_file_holds_the_rows_that_are_there(tmp_path):
         out=out,
         on_row=lambda row: lengths.append(len(json.loads(out.read_text())["rows"])),
     )
-    assert lengths == [0, 1]
+    assert lengths == [1, 2]
     assert json.loads(out.read_text()) == record
     assert [path.name for path in out.parent.iterdir()] == ["attention.json"]

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from diff_transformer.bench import contenders
+from diff_transformer.bench import contenders, gate
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.hopper.support import SWITCH
@@ -27,33 +27,28 @@ def test_a_default_is_named_by_what_runs_and_not_timed_twice():
     assert [(c.name, c.facts["sdpa"]) for c in found] == [("softmax", "flash"), ("softmax[math]", "math")]
 
 
-def test_math_takes_part_only_where_its_maps_fit():
-    assert contenders.math_fits(Shape(1, 1, 4096, 8), torch.device("cpu"))  # 16 * 2 * 4096^2 bytes = 512 MiB
-    assert not contenders.math_fits(Shape(1, 4, 4096, 8), torch.device("cpu"))
-
-
 def test_the_reason_of_a_kernel_is_one_line():
     def refuses():
         raise RuntimeError("No available kernel.\n Aborting.")
 
-    assert contenders.refusal(refuses) == "No available kernel. Aborting."
-    assert contenders.refusal(lambda: None) is None
+    assert gate.refusal(refuses) == "No available kernel. Aborting."
+    assert gate.refusal(lambda: None) is None
 
 
-@pytest.mark.parametrize("error", [contenders.FAULT("illegal address"), RuntimeError("Triton Error: oh no")])
+@pytest.mark.parametrize("error", [gate.FAULT("illegal address"), RuntimeError("Triton Error: oh no")])
 def test_a_fault_of_the_device_is_no_refusal(error):
     def faults():
         raise error
 
     with pytest.raises(type(error), match=str(error)):
-        contenders.refusal(faults)
+        gate.refusal(faults)
 
 
 def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
     """A late fault of the device raises, even after a kernel that only refused."""
 
     def late():
-        raise contenders.FAULT("illegal address")
+        raise gate.FAULT("illegal address")
 
     def refuses():
         raise RuntimeError("No available kernel.")
@@ -61,8 +56,8 @@ def test_a_fault_that_comes_later_is_blamed_on_the_run(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", late)
     for run in (lambda: None, refuses):
-        with pytest.raises(contenders.FAULT, match="illegal address"):
-            contenders.refusal(run)
+        with pytest.raises(gate.FAULT, match="illegal address"):
+            gate.refusal(run)
 
 
 @pytest.mark.parametrize("reason", [None, "too old"])

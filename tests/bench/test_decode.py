@@ -7,8 +7,9 @@ import torch
 
 from diff_transformer.bench import decode as bench
 from diff_transformer.bench import record
-from diff_transformer.bench.contenders import FAULT, sdpa_on
+from diff_transformer.bench.contenders import sdpa_on
 from diff_transformer.bench.decode import Caches, DecodeShape, fits, how_many
+from diff_transformer.bench.gate import FAULT
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import cpu
 from diff_transformer.testing import eager_diff_attention
@@ -50,7 +51,9 @@ def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
         raise FAULT("oh no")
 
     monkeypatch.setattr(cpu, "attend", faults)
-    rows = bench.measure(Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, repeats=1)
+    rows = bench.measure(
+        Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, record.Options(repeats=1)
+    )
     with pytest.raises(FAULT, match="oh no"):
         next(rows)
 
@@ -103,7 +106,7 @@ def test_rate_of_one_call():
 
 
 def test_rows(kept_times):
-    times = kept_times(bench)
+    times = kept_times()
     record = bench.run_decode_benchmark([GROUPED], dtypes=(torch.float32,), kernels=["math", "cudnn"], repeats=2)
     rows = {row["backend"]: row for row in record["rows"]}
     assert rows.keys() == {"softmax", "softmax[math]", "softmax[cudnn]", "blockwise", "sdpa"}

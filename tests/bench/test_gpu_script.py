@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import hopper_check
@@ -114,7 +115,8 @@ def test_hopper_kernels_that_fail_fail_the_stage(gpu, tmp_path, monkeypatch):
     assert said.pop(wrong) == "failed: TimeoutError: it hangs"
     assert set(said.values()) == {"passed"}
     monkeypatch.setattr(gpu_stages, "device_of", lambda dry: "cuda")
-    monkeypatch.setattr(gpu_stages, "machine", lambda device: {})
+    monkeypatch.setattr("diff_transformer.bench.record.machine", lambda device: {})
+    monkeypatch.setattr("diff_transformer.bench.record.on_device", lambda device: nullcontext())
     monkeypatch.setattr(gpu_stages, "unsupported_installation", lambda index: "too old")
     gpu_stages.hopper(True, 10, tmp_path / "old.json")
     rows = json.loads((tmp_path / "old.json").read_text())["rows"]

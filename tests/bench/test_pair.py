@@ -12,7 +12,7 @@ TINY = pair.PairSetting("debug", 2, 16, layers=1, dtype=torch.float32)
 
 
 def test_both_sides_of_a_setting(kept_times):
-    times = kept_times(pair)
+    times = kept_times()
     made = pair.run_pair_benchmark("throughput", [TINY], repeats=2)
     softmax, diff = made["rows"]
     assert (softmax["side"], diff["side"]) == ("softmax", "diff")
@@ -48,14 +48,14 @@ def test_rates_of_known_times():
 
 def test_prefill_and_a_step_run_on_both_sides():
     for config in (TINY.config(1), matched_baseline(TINY.config(1))):
-        for runs in (pair.forward_kinds(config, TINY, "cpu"), pair.training_step(config, TINY, "cpu")):
+        for runs in (pair.forward_kinds(config, TINY, "cpu"), pair.step_kinds(config, TINY, "cpu")):
             for run in runs.values():
                 run()
                 run()
 
 
 def test_a_training_step_has_a_row_of_each_side(kept_times):
-    times = kept_times(pair)
+    times = kept_times()
     softmax, diff = pair.run_pair_benchmark("step", [TINY], repeats=2)["rows"]
     assert (softmax["side"], diff["side"], softmax["step_ratio"]) == ("softmax", "diff", 1.0)
     assert diff["step_ratio"] == round(times["softmax", "step"].over(times["diff", "step"]), 4)
@@ -63,8 +63,8 @@ def test_a_training_step_has_a_row_of_each_side(kept_times):
 
 
 def test_weights_are_in_bf16_and_lambda_is_not():
-    models = pair.build_pair(TINY.config(1), "cpu", torch.bfloat16)
-    dtypes = {name.rsplit(".", 1)[-1]: p.dtype for name, p in models["diff"].named_parameters()}
+    model = pair.build_model(TINY.config(1), "cpu", torch.bfloat16)
+    dtypes = {name.rsplit(".", 1)[-1]: p.dtype for name, p in model.named_parameters()}
     assert dtypes.pop("lambda_q1") == torch.float32
     assert dtypes["weight"] == torch.bfloat16
 
@@ -98,9 +98,9 @@ def test_time_runs_out_between_settings(monkeypatch):
 
 
 def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
-    times = kept_times(pair)
+    times = kept_times()
     setting = pair.ModelSetting("debug", batch=2, cache=20, tokens=3)
-    softmax, diff = pair.generation_rows(setting, "cpu", repeats=2)
+    softmax, diff = pair.generation_rows(setting, record.Options(repeats=2))
     assert (softmax["side"], diff["side"]) == ("softmax", "diff")
     assert softmax["ratio"] == 1.0
     assert diff["ratio"] == round(times["softmax"].over(times["diff"]), 4)
@@ -112,7 +112,7 @@ def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_is_timed_is_greedy_generation(monkeypatch, compiled):
     lively = {"tie_word_embeddings": False, "initializer_range": 0.5}  # or it repeats one token for ever
-    model = pair.build_pair(pair.ModelSetting("debug", 2, 20, 3, lively).config(), "cpu", torch.float32)["diff"]
+    model = pair.build_model(pair.ModelSetting("debug", 2, 20, 3, lively).config(), "cpu", torch.float32)
     prompt = torch.randint(0, 512, (2, 20))
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)[:, 20:]
     assert all(len(set(row)) == 4 for row in expected.tolist())

@@ -30,12 +30,8 @@ def test_without_nvidia_smi(monkeypatch):
     assert record.smi() == {}
 
 
-def test_versions():
-    assert record.version_of("torch") == torch.__version__
-    assert record.version_of("no_such_package_at_all") is None
-
-
 def test_nothing_begins_after_the_time():
     work = [(name, lambda name=name: [{"name": name}]) for name in "ab"]
-    assert list(record.in_turn(work, None)) == [{"name": "a"}, {"name": "b"}]
-    assert list(record.in_turn(work, 0)) == [{"unfinished": "out of time before a, b"}]
+    assert record.Options().collect("attention", work)["rows"] == [{"name": "a"}, {"name": "b"}]
+    late = record.Options(seconds=1e-9).collect("attention", work)
+    assert (late["rows"], late["unfinished"]) == ([], "out of time before a, b")

@@ -64,8 +64,10 @@ def test_a_call_is_timed_on_its_device(monkeypatch):
     monkeypatch.setattr("triton.testing.do_bench", lambda run, **options: calls.append(current[-1]) or 3.0)
     assert timing.seconds_of(lambda: None, "cuda:1", kernels=True) == 0.003
     assert calls[-1] == "cuda:1"
-    found = record.collect("attention", iter([{}]), {"device": "cuda:1"}, on_row=lambda row: calls.append(current[-1]))
-    assert (found["rows"], calls[-1], current) == ([{}], "cuda:1", ["cuda:0"])
+    monkeypatch.setattr(record, "machine", lambda device: {})
+    options = record.Options("cuda:1", on_row=lambda row: calls.append(current[-1]))
+    rows = options.collect("attention", [("", lambda: [{}])])["rows"]
+    assert (rows, calls[-1], current) == ([{}], "cuda:1", ["cuda:0"])
 
 
 def test_ceilings_count_operations_and_both_ways_of_a_copy(monkeypatch):

@@ -24,7 +24,8 @@ def pytest_addoption(parser):
 def pytest_terminal_summary(terminalreporter, config):
     if config.getoption("--record") is None:
         return
-    from diff_transformer.bench.record import version_of
+    from importlib.metadata import version
+
     from diff_transformer.evals.provenance import provenance
 
     files: dict[str, dict] = {}
@@ -33,7 +34,7 @@ def pytest_terminal_summary(terminalreporter, config):
             row = files.setdefault(report.nodeid.split("::")[0], {"seconds": 0.0})
             row[outcome] = row.get(outcome, 0) + 1
             row["seconds"] = round(row["seconds"] + report.duration, 1)
-    versions = {name: version_of(name) for name in ("vllm", "torch", "transformers", "openai", "peft")}
+    versions = {name: version(name) for name in ("vllm", "torch", "transformers", "openai", "peft")}
     record = {"benchmark": "vllm tests", "versions": versions, "files": files, "provenance": provenance(device="cpu")}
     config.getoption("--record").write_text(json.dumps(record, indent=1) + "\n")
 

@@ -9,18 +9,16 @@ round is one replayed CUDA graph.
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import cached_property, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from diff_transformer.bench.attention import is_timed, ratio, run_gate
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
+from diff_transformer.bench.gate import is_timed, verdict
 from diff_transformer.bench.pair import ModelSetting, generation_rows
-from diff_transformer.bench.record import collect, free_memory, in_turn, machine
-from diff_transformer.bench.timing import Times, ceilings, interleaved_times
-from diff_transformer.checks import require_positive
+from diff_transformer.bench.record import Options, free_memory
+from diff_transformer.bench.timing import Times, ceilings, ratio
 from diff_transformer.model.cores import pair_heads
 from diff_transformer.ops import available_backends, diff_attention, diff_attention_decode
 from diff_transformer.testing import assert_within_budget, eager_diff_attention
@@ -136,60 +134,42 @@ def run_decode_benchmark(
     models: list[ModelSetting] | None = None,
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
     *,
-    device: str = "cpu",
     backends: list[str] | None = None,
     kernels: list[str] | None = None,
     repeats: int = 15,
-    seconds: float | None = None,
-    seconds_each: float | None = None,
-    out: Path | None = None,
-    on_row: Callable[[dict], None] | None = None,
+    **options,
 ) -> dict:
-    """Benchmark decoding and return the record. ``on_row`` receives each row, and ``out`` is written after each.
+    """Benchmark decoding and return the record.
 
     A row of kind "operator" has backend, role, dtype, batch, heads, kv_heads, cache, width, gate, us (microseconds a
     call), us_quartiles, ratio (over softmax attention on SDPA's own choice, the median over the turns), ratios over its
     other kernels, gb_per_s and copy_share (of the bytes a call must move), caches (rotated) and graph (whether
     replayed). Rows of kind "model" are those of ``generation_rows``. Parameters as in ``run_attention_benchmark``.
     """
-    require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
-    cuda = torch.device(device).type == "cuda"
-    kernels = (list(KERNELS) if cuda else []) if kernels is None else kernels
-    ceiling = ceilings(device, dtypes)
+    run = Options(repeats=repeats, **options)
+    kernels = ([name for name in KERNELS if name != "math"] if run.cuda else []) if kernels is None else kernels
+    ceiling = ceilings(run.device, dtypes)
 
     def rows(shape: DecodeShape, dtype: torch.dtype) -> Iterator[dict]:
-        names = default_backends(device, dtype) if backends is None else backends
-        yield from measure(Caches(shape, dtype, device), names, kernels, ceiling, repeats, seconds_each)
+        names = available_backends(run.device, dtype) if backends is None else backends
+        names = [name for name in names if name != "reference" or backends is not None]
+        yield from measure(Caches(shape, dtype, run.device), names, kernels, ceiling, run)
 
-    of_models = {
-        compiled: [
-            (f"the models at {setting}", partial(generation_rows, setting, device, repeats))
-            for setting in models or []
-            if setting.compiled == compiled
-        ]
-        for compiled in (False, True)
-    }
-    of_shapes = [
+    generation = [(f"the models at {s}", partial(generation_rows, s, run), s.compiled) for s in models or []]
+    work: list[tuple[str, Callable[[], Iterator[dict]]]] = [(n, rows) for n, rows, late in generation if not late]
+    work += [
         (f"{shape} in {dtype}", partial(rows, shape, dtype))
         for dtype in dtypes
         for shape in shapes
-        if fits(shape, dtype, device)
+        if fits(shape, dtype, run.device)
     ]
-    work = [*of_models[False], *of_shapes, *of_models[True]]  # compilation takes most of a minute: last
-    facts = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
-    facts["baseline"] = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
-    return collect("decode", in_turn(work, seconds), facts, out=out, on_row=on_row)
+    work += [(n, rows) for n, rows, late in generation if late]  # compilation takes most of a minute
+    baseline = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
+    return run.collect("decode", work, ceilings=ceiling, baseline=baseline)
 
 
 @torch.inference_mode()
-def measure(
-    caches: Caches,
-    backends: list[str],
-    kernels: list[str],
-    ceiling: dict,
-    repeats: int,
-    seconds_each: float | None = None,
-) -> Iterator[dict]:
+def measure(caches: Caches, backends: list[str], kernels: list[str], ceiling: dict, options: Options) -> Iterator[dict]:
     """A row for each kernel of the baseline and each backend."""
     shape, first = caches.shape, caches.all[0]
     calls: dict[str, Callable[[KeysValues], Tensor]] = {}
@@ -198,33 +178,28 @@ def measure(
     chosen = default_kernel(caches.q, first.k, values, False, enable_gqa=shape.heads != shape.kv_heads)
     for kernel in (None, *(k for k in kernels if k != chosen)):
         name, attention = named(BASELINE, kernel), sdpa_on(kernel)
-        calls[name] = lambda cache, attention=attention: caches.softmax(cache, attention)
+        calls[name] = partial(caches.softmax, attention=attention)
         facts[name] = {"role": "baseline", "sdpa": kernel or chosen}
     for name in backends:
-        calls[name] = lambda cache, name=name: caches.diff(cache, name)
+        calls[name] = partial(caches.diff, backend=name)
         facts[name] = {"role": "backend"}
     runs, graphs = {}, {}
     for name, call in calls.items():
-        run, check = lambda call=call: call(first), lambda name=name: caches.gate(name)
-        facts[name]["gate"] = run_gate(facts[name]["role"], run, check)
-        if is_timed(facts[name]["role"], facts[name]["gate"]):
+        role = facts[name]["role"]
+        facts[name]["gate"] = verdict(partial(call, first), None if role == "baseline" else partial(caches.gate, name))
+        if is_timed(facts[name]["gate"], role):
             runs[name, "decode"], graphs[name] = as_graph(caches, call)
-    times = interleaved_times(runs, repeats, caches.device, seconds=seconds_each, kernels=True)
+    times = options.times(runs, kernels=True)
     others = [n for n in graphs if facts[n]["role"] == "baseline" and n != BASELINE]
+    dtype = str(caches.dtype).removeprefix("torch.")
     for name in calls:
-        row = first_fields(caches, name) | facts[name]
+        row = {"kind": "operator", "backend": name, "dtype": dtype, **asdict(shape)} | facts[name]
         if name in graphs:
             row |= timed_fields(caches, times[name, "decode"], ceiling["copy_gb_per_s"])
             row["ratio"] = ratio(times, name, BASELINE, "decode")
             row["ratios"] = {b: ratio(times, name, b, "decode") for b in others}
             row["graph"] = graphs[name]
         yield row
-
-
-def first_fields(caches: Caches, name: str) -> dict:
-    """The fields of a row that name the backend and the cache."""
-    dtype = str(caches.dtype).removeprefix("torch.")
-    return {"kind": "operator", "backend": name, "dtype": dtype, **asdict(caches.shape)}
 
 
 def as_graph(caches: Caches, call: Callable[[KeysValues], Tensor]) -> tuple[Callable[[], object], bool]:
@@ -260,8 +235,3 @@ def timed_fields(caches: Caches, times: Times, copy_gb_per_s: float) -> dict:
         "gb_per_s": round(rate, 2),
         "copy_share": round(rate / copy_gb_per_s, 4),
     }
-
-
-def default_backends(device: str, dtype: torch.dtype) -> list[str]:
-    """Available backends without the reference."""
-    return [name for name in available_backends(device, dtype) if name != "reference"]

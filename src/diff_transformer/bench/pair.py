@@ -4,34 +4,28 @@ Weights are in the setting's dtype (lambda in fp32) and attention is each side's
 hold twice is cut to its first layers; its row says how many of how many.
 """
 
-import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from functools import partial
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import StaticCache
 
-from diff_transformer.bench.record import collect, free_memory, in_turn, machine
-from diff_transformer.bench.timing import Times, ceilings, interleaved_times
-from diff_transformer.checks import require_positive
+from diff_transformer.bench.record import Options, free_memory
+from diff_transformer.bench.throughput import training_step
+from diff_transformer.bench.timing import Times, ceilings
 from diff_transformer.lab.paper import THROUGHPUT as PAPER
 from diff_transformer.model.caches import CACHE
 from diff_transformer.model.config import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.presets import preset
 
-SIDES = ("softmax", "diff")
 USED_MEMORY = 0.8  # share of the free memory
 ACTIVATION_BYTES = 80  # approximate number kept for the backward pass per token, layer and channel of d_model
 LOGIT_BYTES = 14  # per token and vocabulary entry: logits, their fp32 copy, its softmax and gradients
 SMALL = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16}
-_TOKENS = 1 << 18  # of a corpus of random tokens
 
 
 @dataclass(frozen=True)
@@ -104,67 +98,45 @@ MODELS = {  # that generate, by device; four of 28 layers on a GPU
 }  # fmt: skip
 
 
-def build_pair(config: DiffTransformerConfig, device: str, dtype: torch.dtype) -> dict[str, Any]:
-    """The Transformer and the DIFF Transformer of a configuration, with random weights on the device."""
+def build_model(config: DiffTransformerConfig, device: str, dtype: torch.dtype) -> Any:
+    """A model of this configuration with random weights on the device."""
     from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
-    models = {}
-    for side in SIDES:
-        torch.manual_seed(0)
-        with torch.device(device):  # initialised there: on the CPU a large model would take longer than its steps
-            model = DiffTransformerForCausalLM(config if side == "diff" else matched_baseline(config))
-        models[side] = model.to(dtype).eval()
-    return models
+    torch.manual_seed(0)
+    with torch.device(device):  # initialised there: on the CPU a large model would take longer than its steps
+        model = DiffTransformerForCausalLM(config)
+    return model.to(dtype).eval()
 
 
-def run_pair_benchmark(
-    name: str,
-    settings: list[PairSetting],
-    *,
-    device: str = "cpu",
-    repeats: int = 7,
-    seconds: float | None = None,
-    seconds_each: float | None = None,
-    out: Path | None = None,
-    on_row: Callable[[dict], None] | None = None,
-) -> dict:
-    """Benchmark "throughput" or "step" and return the record. ``on_row`` receives each row, and ``out`` is written
-    after each.
+def sides_of(config: DiffTransformerConfig) -> dict[str, DiffTransformerConfig]:
+    """The configurations of the matched Transformer and of the DIFF Transformer."""
+    return {"softmax": matched_baseline(config), "diff": config}
+
+
+def run_pair_benchmark(name: str, settings: list[PairSetting], **options) -> dict:
+    """Benchmark "throughput" or "step" and return the record. ``options``: fields of ``Options``.
 
     A row is one side of one setting: model, side ("softmax" or "diff"), batch, length, dtype, layers, layers_of_preset,
     parameters and, for each kind, ..._tokens_per_second, ..._quartiles, ..._ratio (to the Transformer's, the median
     over the turns) and ..._mfu (FLOPs of model/cost.py over the measured matrix product). The kinds of "throughput" are
     forward_backward, without an update, and prefill of a cache; ..._paper_ratio is that of Table 7 if it has the
-    setting. The kind of "step" is step: rows, forward, backward, clipping and fused AdamW, as in training. No setting
-    starts after ``seconds``; ``seconds_each`` limits the time of one side and kind.
+    setting. The kind of "step" is step: forward, backward, clipping and fused AdamW, as in training.
     """
-    require_positive(repeats=repeats, seconds=seconds, seconds_each=seconds_each)
-    ceiling = ceilings(device, tuple(dict.fromkeys(s.dtype for s in settings)) or (torch.float32,))
-    work = [
-        (f"{s.model} at {s.length}", partial(measure_pair, name, s, device, ceiling, repeats, seconds_each))
-        for s in settings
-    ]
-    facts = {"repeats": repeats, "device": device, "ceilings": ceiling, "machine": machine(device)}
-    return collect(name, in_turn(work, seconds), facts, out=out, on_row=on_row)
+    run = Options(**options)
+    ceiling = ceilings(run.device, tuple(dict.fromkeys(s.dtype for s in settings)) or (torch.float32,))
+    work = [(f"{s.model} at {s.length}", partial(measure_pair, name, s, ceiling, run)) for s in settings]
+    return run.collect(name, work, ceilings=ceiling)
 
 
-def measure_pair(
-    name: str, setting: PairSetting, device: str, ceiling: dict, repeats: int, seconds_each: float | None = None
-) -> Iterator[dict]:
+def measure_pair(name: str, setting: PairSetting, ceiling: dict, options: Options) -> Iterator[dict]:
     """A row for the Transformer and one for the DIFF Transformer."""
-    layers = min(setting.layers or setting.all_layers, layers_that_fit(setting, device))
-    config = setting.config(layers)
-    make = training_step if name == "step" else forward_kinds
-    runs = {
-        (side, kind): run
-        for side in SIDES
-        for kind, run in make(config if side == "diff" else matched_baseline(config), setting, device).items()
-    }
-    times = interleaved_times(runs, repeats, device, seconds=seconds_each)
-    for side in SIDES:
-        own = config if side == "diff" else matched_baseline(config)
-        cost, dtype = model_cost(own, length=setting.length), str(setting.dtype).removeprefix("torch.")
-        last_only = 2 * own.vocab_size * own.hidden_size * (1 - 1 / setting.length)
+    layers = min(setting.layers or setting.all_layers, layers_that_fit(setting, options.device))
+    sides, make = sides_of(setting.config(layers)), step_kinds if name == "step" else forward_kinds
+    runs = {(side, kind): run for side in sides for kind, run in make(sides[side], setting, options.device).items()}
+    times = options.times(runs)
+    for side, config in sides.items():
+        cost, dtype = model_cost(config, length=setting.length), str(setting.dtype).removeprefix("torch.")
+        last_only = 2 * config.vocab_size * config.hidden_size * (1 - 1 / setting.length)
         flops = {"prefill": cost.flops_per_token - last_only}
         row = {
             **asdict(setting), "side": side, "dtype": dtype, "layers": layers, "layers_of_preset": setting.all_layers,
@@ -179,18 +151,17 @@ def measure_pair(
         yield row
 
 
+def random_ids(config, batch: int, length: int, device: str) -> Tensor:
+    """Random tokens, int64 ``[batch, length]``."""
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, config.vocab_size, (batch, length), generator=generator).to(device)
+
+
 def forward_kinds(config, setting: PairSetting, device: str) -> dict[str, Callable[[], None]]:
     """Forward and backward, and prefill, of a new model."""
-    from diff_transformer.model.modeling import DiffTransformerForCausalLM
-
-    torch.manual_seed(0)
-    with torch.device(device):
-        model: Any = DiffTransformerForCausalLM(config)
-    model = model.to(setting.dtype).eval()
+    model, ids = build_model(config, device, setting.dtype), random_ids(config, setting.batch, setting.length, device)
     if setting.compiled:
         model.compile()
-    generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, config.vocab_size, (setting.batch, setting.length), generator=generator).to(device)  # [B, T]
 
     def forward_backward() -> None:
         model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
@@ -203,40 +174,11 @@ def forward_kinds(config, setting: PairSetting, device: str) -> dict[str, Callab
     return {"forward_backward": forward_backward, "prefill": prefill}
 
 
-def training_step(config, setting: PairSetting, device: str) -> dict[str, Callable[[], None]]:
-    """A step of training (``train/step.py``) of a new model on random tokens."""
-    from lightning.fabric import Fabric
-
-    from diff_transformer.data.mixture import Mixture
-    from diff_transformer.data.packing import PackedCorpus
-    from diff_transformer.model.modeling import DiffTransformerForCausalLM
-    from diff_transformer.train.config import RunConfig, TrainConfig
-    from diff_transformer.train.data_config import DataConfig
-    from diff_transformer.train.loss import Objective
-    from diff_transformer.train.step import Stepper, make_optimizer
-    from diff_transformer.train.training_data import BatchPart, make_rows
-
-    precision: Any = "32-true" if setting.dtype == torch.float32 else "bf16-mixed"
-    run = RunConfig(
-        "bench", {}, DataConfig(length=setting.length), train=TrainConfig(batch_size=setting.batch, precision=precision)
-    )
-    tokens = np.random.default_rng(0).integers(0, config.vocab_size, max(_TOKENS, 2 * setting.length)).astype(np.uint32)
-    mixture = Mixture({"text": PackedCorpus(tokens, setting.length)}, {"text": 1.0}, setting.batch)
-    training_data: Any = SimpleNamespace(mixture=mixture, tokenizer=SimpleNamespace(eos_token_id=0))
-    fabric: Any = Fabric(accelerator=torch.device(device).type, devices=1, precision=precision)
-    torch.manual_seed(0)
-    with torch.device(device):
-        plain: Any = DiffTransformerForCausalLM(config)
-    model = fabric.setup_module(Objective(plain))
-    optimizer = fabric.setup_optimizers(make_optimizer(plain, run.optim))
-    stepper, steps = Stepper(fabric, model, optimizer, plain, run, 0), itertools.count()
-
-    def step() -> None:
-        number = next(steps)
-        rows = make_rows(training_data, run, BatchPart(), number)
-        stepper.step(rows, number, 1e-4, lambda: False)
-
-    return {"step": step}
+def step_kinds(config, setting: PairSetting, device: str) -> dict[str, Callable[[], None]]:
+    """A step of training of a new model with fp32 weights, in mixed precision for a setting in bf16."""
+    model, ids = build_model(config, device, torch.float32), random_ids(config, setting.batch, setting.length, device)
+    precision = "32-true" if setting.dtype == torch.float32 else "bf16-mixed"
+    return {"step": training_step(model, ids, precision)}
 
 
 def rates(kind: str, times: Times, baseline: Times, tokens: int, seconds_per_token: float) -> dict:
@@ -264,19 +206,18 @@ def layers_that_fit(setting: PairSetting, device: str) -> int:
     return max(1, min(setting.all_layers, int((free - fixed) // a_layer)))
 
 
-def generation_rows(setting: ModelSetting, device: str, repeats: int) -> Iterator[dict]:
+def generation_rows(setting: ModelSetting, options: Options) -> Iterator[dict]:
     """A row of kind "model" for each side: tokens_per_second of the whole batch, quartiles, ratio to the Transformer.
 
     Both generate greedily, in turns, with a cache of transformers. After each turn the cache is cropped.
     """
-    config = setting.config()
-    models = build_pair(config, device, setting.dtype)
-    generator = torch.Generator().manual_seed(0)
-    prompt = torch.randint(0, config.vocab_size, (setting.batch, setting.cache), generator=generator).to(device)
+    sides = sides_of(setting.config())
+    prompt = random_ids(sides["diff"], setting.batch, setting.cache, options.device)
+    models = {side: build_model(config, options.device, setting.dtype) for side, config in sides.items()}
     runs = {side: _decoder(model, prompt, setting.tokens, setting.compiled) for side, model in models.items()}
-    times = interleaved_times(runs, repeats, device)
+    times = options.times(runs)
     new_tokens = setting.batch * setting.tokens
-    for side in SIDES:
+    for side, config in sides.items():
         t = times[side]
         yield {
             "kind": "model",

@@ -1,6 +1,6 @@
-"""A benchmark's record: its rows, the machine they were measured on, and the time left.
+"""What every benchmark shares: its options, the machine it ran on, and its record of rows.
 
-The file is rewritten after every row, so an interrupted run keeps what it has.
+The record is rewritten after every row, so an interrupted run keeps what it has.
 """
 
 import gc
@@ -9,16 +9,75 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from diff_transformer.bench.timing import on_device
+from diff_transformer.bench.timing import Times, interleaved_times, on_device
+from diff_transformer.checks import require_positive
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 
 QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+Work = Sequence[tuple[str, Callable[[], Iterable[dict]]]]  # pieces of a benchmark: a name, and a generator of rows
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of every benchmark.
+
+    device: "cpu" or "cuda".
+    repeats: turns.
+    seconds: begin no new piece of work after this time; the record's field "unfinished" then names what is left.
+    seconds_each: time limit of one function of one piece.
+    out: JSON file, written after each row.
+    on_row: receives each row.
+    """
+
+    device: str = "cpu"
+    repeats: int = 7
+    seconds: float | None = None
+    seconds_each: float | None = None
+    out: Path | None = None
+    on_row: Callable[[dict], None] | None = None
+
+    def __post_init__(self):
+        require_positive(repeats=self.repeats, seconds=self.seconds, seconds_each=self.seconds_each)
+
+    @property
+    def cuda(self) -> bool:
+        return torch.device(self.device).type == "cuda"
+
+    def times(self, runs: dict, *, kernels: bool = False) -> dict[Any, Times]:
+        """``interleaved_times`` of ``runs``."""
+        return interleaved_times(runs, self.repeats, self.device, seconds=self.seconds_each, kernels=kernels)
+
+    def collect(self, benchmark: str, work: Work, **facts) -> dict:
+        """Run the pieces of ``work``; return {"benchmark": name, "rows": [...], "provenance": {...}}."""
+        facts |= {"repeats": self.repeats, "device": self.device, "machine": machine(self.device)}
+        record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**facts)}
+        began = time.monotonic()
+        self._save(record)
+        with on_device(self.device):
+            for i, (_, rows) in enumerate(work):
+                if self.seconds is not None and time.monotonic() - began >= self.seconds:
+                    record["unfinished"] = f"out of time before {', '.join(name for name, _ in work[i:])}"
+                    break
+                for row in rows():
+                    record["rows"].append(row)
+                    self._save(record)
+                    if self.on_row is not None:
+                        self.on_row(row)
+        self._save(record)
+        return record
+
+    def _save(self, record: dict) -> None:
+        if self.out is not None:
+            self.out.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(self.out, json.dumps(record, indent=1) + "\n")
 
 
 def machine(device: str) -> dict:
@@ -34,7 +93,7 @@ def machine(device: str) -> dict:
         "l2_bytes": properties.L2_cache_size,
         "cuda": torch.version.cuda,
         "cudnn": torch.backends.cudnn.version(),
-        "triton": version_of("triton"),
+        "triton": importlib.metadata.version("triton"),
         "nvidia_smi": smi(),
     }
 
@@ -48,62 +107,11 @@ def free_memory(device: str | torch.device) -> int:
     return torch.cuda.mem_get_info(device)[0]
 
 
-def version_of(package: str) -> str | None:
-    """Version of a package; None if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def smi() -> dict[str, str]:
     """Driver, clocks in MHz, power limit in W and temperature in °C, as nvidia-smi reports them now; {} without it."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+        output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
     except (OSError, subprocess.SubprocessError):
         return {}
-    values = done.stdout.splitlines()[0].split(",") if done.stdout.strip() else []
-    return {name: value.strip() for name, value in zip(QUERY, values, strict=False)}
-
-
-def in_turn(work: Sequence[tuple[str, Callable[[], Iterable[dict]]]], seconds: float | None) -> Iterator[dict]:
-    """The rows of each piece of ``work``. None begins after ``seconds``; {"unfinished": ...} then has their names."""
-    began = time.monotonic()
-    for i, (_, rows) in enumerate(work):
-        if seconds is not None and time.monotonic() - began >= seconds:
-            yield {"unfinished": f"out of time before {', '.join(name for name, _ in work[i:])}"}
-            return
-        yield from rows()
-
-
-def collect(
-    benchmark: str,
-    rows: Iterator[dict],
-    facts: dict,
-    *,
-    out: Path | None = None,
-    on_row: Callable[[dict], None] | None = None,
-) -> dict:
-    """Collect a generator of rows, run on facts["device"], to {"benchmark": name, "rows": [...], "provenance": {...}}.
-
-    {"unfinished": reason} is not a row: it sets the record's field of that name. ``out`` is written after every row.
-    """
-    record: dict = {"benchmark": benchmark, "rows": [], "provenance": provenance(**facts)}
-    _save(record, out)
-    with on_device(facts.get("device", "cpu")):
-        for row in rows:
-            if "unfinished" in row:
-                record["unfinished"] = row["unfinished"]
-            else:
-                record["rows"].append(row)
-                if on_row is not None:
-                    on_row(row)
-            _save(record, out)
-    return record
-
-
-def _save(record: dict, out: Path | None) -> None:
-    if out is not None:
-        out.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(out, json.dumps(record, indent=1) + "\n")
+    return {name: value.strip() for name, value in zip(QUERY, output.split("\n")[0].split(","), strict=False)}

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from diff_transformer.bench.shapes import default_grid, parse_shapes
+from diff_transformer.bench.shapes import Shape, default_grid, parse_shapes
 from diff_transformer.checks import require_known
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
@@ -38,47 +38,47 @@ def run_bench(
         options: further arguments of ``run_attention_benchmark`` and the other runners (repeats, backends, ...).
 
     Raises:
-        UserError: for an unknown name or device, or a malformed grid.
-        FileExistsError: before anything runs, if ``out`` exists and ``overwrite`` is False.
-        UserError: if the folder of ``out`` is not writable.
+        UserError: before anything runs, for an unknown name or device, a malformed grid, an existing ``out`` without
+            ``overwrite``, and a folder that is not writable.
     """
     require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":
         raise UserError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
-    if torch.device(device).type == "cuda" and not torch.cuda.is_available():
+    kind = torch.device(device).type
+    if kind == "cuda" and not torch.cuda.is_available():
         raise UserError(f"device is {device!r}, and PyTorch sees no CUDA device here; give device='cpu'")
-    if grid is not None:
-        parse_shapes(grid)
+    shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     require_writable(out.parent)
     if out.exists() and not overwrite:
         raise UserError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
     with live_table(name) as show:
-        record = _run(name, full, device, grid, {**options, "out": out, "on_row": show})
-    print_failures(record)
+        record = _run(name, kind, full, shapes, {**options, "device": device, "out": out, "on_row": show})
+    for row in record["rows"]:
+        if row.get("gate", "").startswith(("failed", "skipped")):
+            size = ", ".join(str(row[field]) for field in SIZES if field in row)
+            print(f"{row['backend']} {row['dtype']} {size}: {row['gate']}")
+    if "unfinished" in record:
+        print(record["unfinished"])
     print(f"record: {out}")
     return record
 
 
-def _run(name: str, full: bool, device: str, grid: str | None, options: dict) -> dict:
-    kind = torch.device(device).type
+def _run(name: str, kind: str, full: bool, shapes: list[Shape], options: dict) -> dict:
     cuda = kind == "cuda"
     if name == "attention":
         from diff_transformer.bench.attention import run_attention_benchmark
 
-        shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
         if cuda:
             options = {"dtypes": (torch.bfloat16,), "repeats": 20, "seconds_each": 0.5, **options}
-        return run_attention_benchmark(shapes, device=device, **options)
-    from diff_transformer.bench import pair
+        return run_attention_benchmark(shapes, **options)
+    from diff_transformer.bench import decode, pair
 
     if name == "decode":
-        from diff_transformer.bench import decode
-
-        shapes = (decode.GPU_GRID if full else decode.GPU_SHORT_GRID) if cuda else decode.CPU_GRID
+        caches = (decode.GPU_GRID if full else decode.GPU_SHORT_GRID) if cuda else decode.CPU_GRID
         options = {"dtypes": (torch.bfloat16,) if cuda else (torch.float32, torch.bfloat16), **options}
-        return decode.run_decode_benchmark(shapes, pair.MODELS[kind], device=device, **options)
-    return pair.run_pair_benchmark(name, pair.SETTINGS[name, kind], device=device, **options)
+        return decode.run_decode_benchmark(caches, pair.MODELS[kind], **options)
+    return pair.run_pair_benchmark(name, pair.SETTINGS[name, kind], **options)
 
 
 TITLES = {
@@ -147,13 +147,3 @@ def cells(name: str, row: dict) -> list[str]:
     size = ", ".join(str(row[field]) for field in SIZES if field in row) + " full" * (not row.get("causal", True))
     values = ("-" if row.get(field) is None else format(row[field], form) for _, field, form in COLUMNS[name])
     return [who, DTYPES[row["dtype"]], size, *values]
-
-
-def print_failures(record: dict) -> None:
-    """Print the full messages of failed and skipped gates."""
-    for row in record["rows"]:
-        if row.get("gate", "").startswith(("failed", "skipped")):
-            size = ", ".join(str(row[field]) for field in SIZES if field in row)
-            print(f"{row['backend']} {row['dtype']} {size}: {row['gate']}")
-    if "unfinished" in record:
-        print(record["unfinished"])

@@ -31,7 +31,7 @@ def measure_throughput(
         pass_rows, loss_chunk: rows of a pass of the step, and tokens whose logits it holds at a time; 0 for all.
     """
     require_positive(repeats=repeats, steps=steps)
-    kinds = {"train": partial(_training_step, rows=pass_rows, chunk=loss_chunk), "forward": _forward}
+    kinds = {"train": partial(training_step, rows=pass_rows, chunk=loss_chunk), "forward": _forward}
     runs = {
         (kind, name): _repeated(make(model, ids, precision), steps)
         for kind, make in kinds.items()
@@ -62,7 +62,13 @@ def _autocast(ids: Tensor, precision: str) -> AbstractContextManager:
     return torch.autocast(ids.device.type, torch.bfloat16) if precision == "bf16-mixed" else nullcontext()
 
 
-def _training_step(model: nn.Module, ids: Tensor, precision: str, *, rows: int, chunk: int) -> Callable[[], None]:
+def training_step(
+    model: nn.Module, ids: Tensor, precision: str, *, rows: int = 0, chunk: int = 0
+) -> Callable[[], None]:
+    """A step on ``ids [B, T]``: forward, backward, clipping and a fused AdamW update at learning rate 0.
+
+    ``rows`` of a pass, and ``chunk`` tokens whose logits it holds at a time; 0 for all.
+    """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer, objective = torch.optim.AdamW(trained, lr=0.0, weight_decay=0.0, fused=True), Objective(model, chunk)
     weights = torch.full_like(ids[:, 1:], 1 / ids[:, 1:].numel(), dtype=torch.float32)

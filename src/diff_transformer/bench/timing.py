@@ -31,6 +31,13 @@ class Times(NamedTuple):
         return statistics.median(own / its for own, its in zip(self.seconds, other.seconds, strict=False))
 
 
+def ratio(times: Mapping[Any, Times], name: str, baseline: str, kind: str) -> float | None:
+    """Time over the baseline's, the median over the turns; None if the baseline was not timed."""
+    if (baseline, kind) not in times:
+        return None
+    return round(times[name, kind].over(times[baseline, kind]), 4)
+
+
 def summary(seconds: list[float]) -> Times:
     """Median and quartiles; of a single value, that value."""
     low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
