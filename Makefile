@@ -32,8 +32,8 @@ $(VLLM_READY): pyproject.toml constraints-vllm.txt
 	touch $(VLLM_READY)
 
 ENGINES := .venv-engines
-test-engines: $(ENGINES)/.ready  ## the tests of --engine, on datatrove and on Ray clusters of this machine
-	$(ENGINES)/bin/python -m pytest tests/data/test_datatrove_tasks.py tests/lab/test_ray.py -m "slow or not slow" $(ARGS)
+test-engines: $(ENGINES)/.ready  ## the tests of datatrove, and of --engine ray on clusters of this machine
+	$(ENGINES)/bin/python -m pytest tests/data/test_pipeline.py tests/lab/test_ray.py -m "slow or not slow" $(ARGS)
 
 $(ENGINES)/.ready: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(ENGINES)

@@ -15,7 +15,7 @@ if not torch.cuda.is_available():  # Triton reads it on its first import, and to
     os.environ.setdefault("TRITON_INTERPRET", "1")
 if "PYTEST_XDIST_WORKER" not in os.environ:  # tests share a cache, of one session, and leave nothing in the user's
     KEPT = tempfile.TemporaryDirectory(prefix="diff-transformer-corpora-")
-    os.environ["DIFF_TRANSFORMER_CORPORA"] = KEPT.name
+    os.environ["DIFF_TRANSFORMER_CACHE"] = KEPT.name
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a name that is no folder is refused without asking the hub
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # in each process it would take most of a GPU's memory
 

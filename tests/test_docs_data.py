@@ -14,9 +14,7 @@ from diff_transformer.cli import app
 
 TEXT = (Path(__file__).parent.parent / "docs" / "data.md").read_text()
 BLOCKS = re.findall(r"```sh\n(.*?)```", TEXT, re.DOTALL)
-EVERY = [shlex.split(line)[1:] for block in BLOCKS for line in block.splitlines()]
-ENGINE = [command for command in EVERY if "--engine" in command or "prepared-tasks" in command]
-COMMANDS = [command for command in EVERY if command not in ENGINE]
+COMMANDS = [shlex.split(line)[1:] for block in BLOCKS for line in block.splitlines()]
 
 
 @pytest.fixture(scope="module")
@@ -59,20 +57,6 @@ def test_commands_run_in_their_order(home, monkeypatch):
     assert shard.read_bytes() == before
 
 
-def test_commands_of_an_engine_run(home, monkeypatch):
-    pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[prepare]'")
-    assert len(ENGINE) == 1
-    for command in ENGINE:
-        run(command, home, monkeypatch)
-    assert len(list((home / "prepared-tasks" / "shards").glob("train-*.tokens"))) == 48
-    small = "--recipe debug --out trained --set train.steps=1 --set train.validation_rows=1"
-    run(
-        ["train", *small.split(), "--set", "data.corpus=prepared-tasks", "--set", 'data.mixture={"text":1.0}'],
-        home,
-        monkeypatch,
-    )
-
-
 def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):
     from diff_transformer.cli import main
 
@@ -80,7 +64,7 @@ def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):
     for arguments, message in [
         (["prepare", "texts"], "no folder to write to; give --out FOLDER"),
         (["prepare", "--out", "new"], "no source of text"),
-        (["prepare", "nowhere", "--out", "new"], "nowhere' does not exist"),
+        (["prepare", "nowhere", "--out", "new"], "nowhere' is no file or folder"),
         (["prepare", "texts", "--out", "texts"], "texts holds something else; choose another folder"),
         (["prepare", "--verify", "texts"], "is not a prepared folder"),
     ]:

@@ -14,14 +14,6 @@ from diff_transformer.errors import UserError
 PARTIAL = ".partial"  # end of the names of unfinished files
 
 
-def cache_folder() -> Path:
-    """``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
-    given = os.environ.get("DIFF_TRANSFORMER_CACHE")
-    if given:
-        return Path(given).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "diff_transformer"
-
-
 @contextmanager
 def replacing(path: Path, *, durable: bool = True) -> Generator[Path]:
     """Replace the file ``path``, or make the folder ``path``, as a whole.

@@ -60,11 +60,3 @@ def test_errors():
         _mixture(4, {"lm": 0.9, "needles": 0.1})
     assert "weights" in str(error.value)
     assert _mixture(6, {"lm": 0.9, "needles": 0.1}).rows_per_source["needles"] == 1
-    with pytest.raises(ValueError, match="same names"):
-        _mixture(weights={"lm": 1})
-    with pytest.raises(ValueError, match="same names"):
-        Mixture({}, {}, 4)
-    with pytest.raises(ValueError, match="above 0"):
-        _mixture(weights={"lm": 1, "needles": 0})
-    with pytest.raises(ValueError, match=r"one length, got \{'a': 3, 'b': 4\}"):
-        Mixture({"a": Counting(0), "b": Counting(0, 4)}, {"a": 1, "b": 1}, 4)

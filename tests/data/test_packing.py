@@ -91,3 +91,9 @@ def test_errors(tokenizer):
     bare.eos_token = None
     with pytest.raises(ValueError, match="no eos_token"):
         pack_documents([Document("a", "text")], bare)
+
+
+def test_rows_are_spread_over_the_corpus():
+    packed = PackedCorpus(np.arange(100, dtype=np.uint16), 10, shuffle=False)
+    assert packed.spread(5)[:, 0].tolist() == [0, 20, 40, 60, 80]
+    assert len(packed.spread(11)) == 10

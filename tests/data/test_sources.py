@@ -59,7 +59,7 @@ def test_parquet_reads_one_column(tmp_path):
     table = pyarrow.table({"id": list(range(4)), "body": TEXTS, "text": ["x"] * 4})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert [text for _, text in read(tmp_path / "a.parquet", field="body")[0]] == TEXTS
-    with pytest.raises(UserError, match=r"a.parquet, row 1 has no field 'words' but 'id', 'body', 'text'; give --fie"):
+    with pytest.raises(UserError, match=r"a.parquet, row 1 has no text in 'words': {'body': 'one é', .*; give"):
         read(tmp_path / "a.parquet", field="words")
 
 
@@ -153,16 +153,17 @@ def test_blank_texts_and_invalid_rows_are_counted(tmp_path):
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("not JSON", r"row 2 is not JSON in UTF-8 \("),
-        ("[1]", "row 2 holds a list, not an object"),
-        ('{"body": "x"}', "row 2 has no field 'text' but 'body'; give --field"),
-        ('{"text": 3}', "row 2 has a int in 'text', not a text; give --field"),
-        ('{"text": "\\ud800"}', "row 2 holds half of a surrogate pair"),
+        ("not JSON", r"JSONDecodeError\('Expecting value"),
+        ("[1]", r"\[1\]"),
+        ('{"body": "x"}', "{'body': 'x'}"),
+        ('{"text": 3}', "{'text': 3}"),
+        ('{"text": "\\ud800"}', r"{'text': '\\ud800'}"),
     ],
 )
 def test_a_row_without_text_stops_and_is_named(tmp_path, line, message):
     write(tmp_path, {"a.jsonl": '{"text": "good"}\n' + line + "\n"})
-    with pytest.raises(UserError, match=rf"a\.jsonl, {message}.*; or leave such rows out \(--skip-invalid\)"):
+    ending = r".*; give --field or leave such rows out \(--skip-invalid\)"
+    with pytest.raises(UserError, match=rf"a\.jsonl, row 2 has no text in 'text': {message}{ending}"):
         read(tmp_path / "a.jsonl")
 
 
@@ -175,10 +176,10 @@ def test_errors_name_what_is_wrong(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     for name, message in [
         ("latin.txt", r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv"),
-        ("none", "none' does not exist; give 'python', a text file"),
-        ("https://example.org/a.txt", "is a URL; download it, and give the file"),
+        ("none", "none' is no file or folder; give 'python', a text file"),
+        ("https://example.org/a.txt", "is a URL: download it, and give the file"),
         ("x", "x' holds nothing that is read; give"),
-        ("cut.jsonl.gz", r"cut\.jsonl\.gz cannot be read after line \d+ \("),
+        ("cut.jsonl.gz", r"cut\.jsonl\.gz cannot be read after row \d+ \("),
         ("cut.txt.gz", r"cut\.txt\.gz cannot be read \("),
         ("a.tar.gz", r"a\.tar\.gz' is an archive; unpack it \(tar xf .*a\.tar\.gz\) and give the folder"),
         ("a.parquet", r"a\.parquet cannot be read after row 0"),
@@ -219,8 +220,6 @@ def test_a_cap_takes_whole_documents_and_cuts_the_last_at_a_line_end(tmp_path):
     assert abs(held_out - share) < 0.02
     assert load_corpus(root, max_bytes=10**9) == whole
     assert take_bytes([Document("é", "é" * 10)], 5)[0].text == "éé"
-    with pytest.raises(UserError, match="max_bytes"):
-        take_bytes(whole.train, 0)
 
 
 @pytest.fixture

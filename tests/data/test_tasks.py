@@ -7,13 +7,10 @@ import pytest
 
 from diff_transformer.data.tasks.continuations import load_continuations
 from diff_transformer.data.tasks.grounded import HUB, load_grounded
-from diff_transformer.data.tasks.labelled import COARSE, FINE, SETS, hold_out, load_labelled
+from diff_transformer.data.tasks.labelled import SETS, hold_out, load_labelled
 from diff_transformer.data.tasks.rows import rows_of, stem_of
 from diff_transformer.data.tasks.types import GroundedItem, Labelled, LabelledSet
 from diff_transformer.errors import UserError
-
-TRAIN = "HUM:ind Who painted the caf\xe9 at night ?\nLOC:city What is the capital of Norway ?\nNUM:date When was it ?\n"
-TEST = "LOC:other Where is the  Lofoten wall ?\n\nHUM:gr Who won ?\n"
 
 
 def write(path, *rows):
@@ -65,29 +62,6 @@ def test_a_set_of_the_hub_that_cannot_be_downloaded(monkeypatch):
             loading("hub:acme/set")
 
 
-@pytest.fixture
-def trec(tmp_path):
-    (tmp_path / "train_5500.label").write_bytes(TRAIN.encode("latin-1"))
-    (tmp_path / "TREC_10.label").write_bytes(TEST.encode("latin-1"))
-    return tmp_path
-
-
-def test_trec(trec):
-    data = load_labelled(trec)
-    assert data.train[0] == Labelled("Who painted the caf\xe9 at night ?", "human")
-    assert data.test == (Labelled("Where is the Lofoten wall ?", "location"), Labelled("Who won ?", "human"))
-    assert (data.labels, data.text_name, data.label_name) == (("human", "location", "number"), "Question", "Type")
-    (trec / "TREC_10.label").write_text("LOC:city Where ?\n")
-    assert [example.label for example in load_labelled(trec, fine=True).train] == ["individual", "city", "date"]
-    assert {code.split(":")[0] for code in FINE} == set(COARSE)
-    (trec / "TREC_10.label").write_text("ABBR:abb What is it short for ?\n")
-    with pytest.raises(UserError, match="the test labels abbreviation are not among the training labels"):
-        load_labelled(trec)
-    (trec / "train_5500.label").write_text("HUM:ind Who ?\nno class here\n")
-    with pytest.raises(UserError, match="is not a file of TREC; its lines read 'LOC:city"):
-        load_labelled(trec)
-
-
 def test_labelled_folders_of_csv_and_of_json_lines(tmp_path):
     (tmp_path / "csv").mkdir()
     quoted = 'text,category\n"My card,\nwhich ""never"" came",card_arrival\nHow old must I be?,age_limit\nHm,oos\n'
@@ -97,7 +71,7 @@ def test_labelled_folders_of_csv_and_of_json_lines(tmp_path):
     data = load_labelled(tmp_path / "csv")
     assert [example.text for example in data.train] == ['My card, which "never" came', "How old must I be?"]
     assert [example.label for example in data.train] == ["card arrival", "age limit"]
-    assert (data.test, data.text_name) == ((Labelled("Where is it?", "card arrival"),), "Query")
+    assert data.test == (Labelled("Where is it?", "card arrival"),)
     for side in ("train", "test"):
         write(tmp_path / f"{side}.jsonl", *({"text": f"{side} {i}", "label": "ab"[i % 2]} for i in range(4)))
     assert [example.text for example in load_labelled(tmp_path).test] == ["test 0", "test 1", "test 2", "test 3"]
@@ -127,11 +101,12 @@ def test_labels_of_python_s_own_documentation():
 
 def test_labelled_sets_of_the_hub(hub):
     classes = datasets.ClassLabel(names=["LOC:city", "HUM:ind"])
-    features = datasets.Features({"text": datasets.Value("string"), "fine_label": classes, "coarse_label": classes})
+    coarse = datasets.ClassLabel(names=["LOC", "HUM"])
+    features = datasets.Features({"text": datasets.Value("string"), "fine_label": classes, "coarse_label": coarse})
     columns = {"text": ["Who ?", "Where ?"], "fine_label": [1, 0], "coarse_label": [1, 0]}
     hub.sets["CogComp/trec"] = datasets.Dataset.from_dict(columns, features=features)
     assert [example.label for example in load_labelled("hub:trec").train] == ["human", "location"]
-    assert [example.label for example in load_labelled("hub:trec-fine").train] == ["individual", "city"]
+    assert [example.label for example in load_labelled("hub:trec-fine").train] == ["human ind", "location city"]
     rows = [{"text": "Where?", "label": "card_arrival"}, {"text": "How old?", "label": "age_limit"}]
     hub.sets |= {"acme/cards": rows, SETS["clinic150"][0]: [{**row, "intent": row["label"]} for row in rows]}
     for name in ("clinic150", "acme/cards"):
@@ -140,14 +115,16 @@ def test_labelled_sets_of_the_hub(hub):
 
 
 def test_labelled_sets_that_are_none(tmp_path):
-    with pytest.raises(UserError, match="no labelled set at /nowhere"):
+    with pytest.raises(UserError, match="no file at /nowhere"):
         load_labelled("/nowhere")
-    with pytest.raises(UserError, match="has not one training and one test file"):
+    with pytest.raises(UserError, match="has 0 files with 'train' in their names; give one train and one test"):
         load_labelled(tmp_path)
     with pytest.raises(UserError, match="has the columns a; it needs a text"):
         load_labelled(write(tmp_path / "bad.jsonl", {"a": 1}))
-    with pytest.raises(UserError, match="0 training and 0 test texts of 0 labels"):
-        LabelledSet("none", (), ())
+    sides = (Labelled("a", "x"), Labelled("b", "y")), (Labelled("c", "z"),)
+    for train, test in (sides, (sides[1], sides[1]), (sides[0], ())):
+        with pytest.raises(UserError, match="of whose labels no training text has; give two labels or more"):
+            LabelledSet("none", train, test)
 
 
 HOTPOT = {
@@ -212,7 +189,6 @@ def test_several_sources_samples_and_seeds(tmp_path):
     assert load_grounded(f"{path}", samples=5)["a"] == sets["a"]
     assert load_grounded(f"{path}", samples=5, seed=1)["a"] != sets["a"]
     assert set(load_grounded(f"{path}", samples=4)["a"]) < set(sets["a"])
-    assert {*load_grounded(str(tmp_path))} == {"a", "b"}
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ def test_any_text_survives(any_tokenizer, text):
 def test_encoding_many_is_encoding_each(any_tokenizer):
     for ids, text in zip(encode_all(any_tokenizer, TEXTS), TEXTS, strict=True):
         np.testing.assert_array_equal(ids, encode(any_tokenizer, text))
-    assert not any_tokenizer.backend_tokenizer.encode_special_tokens
+    assert any_tokenizer("<|endoftext|>")["input_ids"] == [any_tokenizer.eos_token_id]
 
 
 def test_a_trained_tokenizer_splits_numbers_into_digits(tokenizer):
@@ -136,9 +136,6 @@ def test_load_by_name(tmp_path):
 def test_errors():
     with pytest.raises(ValueError, match=r"vocab_size 257 is too small; give at least 268"):
         train_tokenizer(["text"], 257)
-    for nothing in ([], [""]):
-        with pytest.raises(ValueError, match="no text"):
-            train_tokenizer(nothing, 300)
     with pytest.raises(ValueError, match="object has no fast backend"):
         encode(cast(Any, object()), "text")
 
@@ -165,16 +162,15 @@ def test_the_data_modules_import_without_torch_and_transformers():
 def test_padding_left_on_by_a_call_changes_nothing():
     tokenizer = byte_tokenizer()
     tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=8)
-    state = tokenizer.backend_tokenizer.padding, tokenizer.backend_tokenizer.truncation
-    assert state[0] is not None
-    assert state[1] is not None
+    assert tokenizer.backend_tokenizer.padding is not None
+    assert tokenizer.backend_tokenizer.truncation is not None
     assert [ids.tolist() for ids in encode_all(tokenizer, ["a", "bcd", "twelve chars"])] == [
         [97],
         [98, 99, 100],
         list(b"twelve chars"),
     ]
     assert token_spans(tokenizer, "twelve chars", [(7, 12)]) == [(7, 12)]
-    assert (tokenizer.backend_tokenizer.padding, tokenizer.backend_tokenizer.truncation) == state
+    assert tokenizer(["a", "bcd"], padding=True)["input_ids"] == [[257, 257, 97], [98, 99, 100]]
 
 
 @pytest.mark.parametrize(
@@ -210,11 +206,10 @@ def test_cl100k_gives_texts_the_ids_of_tiktoken(monkeypatch):
             ranks.setdefault(data[start : start + 4], len(ranks))
     monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *a, **k: ranks)
     encoding = tiktoken.Encoding(**{**public.cl100k_base(), "explicit_n_vocab": None})
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: encoding)
     tokenizer = load_tokenizer("cl100k")
     for text in texts:
         assert encode(tokenizer, text).tolist() == encoding.encode(text, disallowed_special=())
     assert tokenizer.eos_token_id == tokenizer.pad_token_id >= len(ranks)
-    monkeypatch.setattr(tiktoken, "get_encoding", lambda name: 1 / 0)
+    monkeypatch.setattr(public, "load_tiktoken_bpe", lambda *a, **k: 1 / 0)
     with pytest.raises(UserError, match=r"tiktoken has no copy of cl100k_base and cannot download it"):
         load_tokenizer("cl100k")

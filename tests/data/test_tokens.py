@@ -82,8 +82,6 @@ def test_any_process_may_ask_for_any_rows(tokens):
             parts = [mixture.batch(step, rank, world) for rank in range(world)]
             for name in ("input_ids", "labels", "source"):
                 np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), batch[name])
-    with pytest.raises(UserError, match="a batch of 12 rows has no equal part 0 of 5"):
-        mixture.batch(0, 0, 5)
 
 
 def test_a_step_reads_only_its_own_rows(tokens):
@@ -153,8 +151,6 @@ def test_up_sampling_where_every_document_is_long(tokens, array):
 def test_errors_of_up_sampling(tokens):
     with pytest.raises(UserError, match=r"no document of .* has 1000 tokens or more; set data.upsample_length lower"):
         LongDocuments(tokens, 8, threshold=1000, factor=2)
-    with pytest.raises(UserError, match="threshold 7 and factor 0 must be at least 1"):
-        LongDocuments(tokens, 8, threshold=7, factor=0)
     with pytest.raises(UserError, match="less than one window"):
         PreparedCorpus(tokens, 1000)
 
@@ -193,15 +189,8 @@ def test_a_row_of_a_mixture_of_corpora_is_a_function_of_seed_and_index():
 
 
 def test_errors_of_weights():
-    sources = {"a": Numbered(0), "b": Numbered(1)}
     with pytest.raises(UserError, match="the weight of b is below 1 in 10000"):
-        WeightedCorpora(sources, {"a": 1, "b": 1e-6})
-    with pytest.raises(UserError, match="weights must be above 0"):
-        WeightedCorpora(sources, {"a": 1, "b": 0})
-    with pytest.raises(UserError, match="must have the same names"):
-        WeightedCorpora(sources, {"a": 1})
-    with pytest.raises(UserError, match=r"one length, got \{'a': 2, 'b': 3\}"):
-        WeightedCorpora({"a": Numbered(0), "b": Numbered(1, 3)}, {"a": 1, "b": 1})
+        WeightedCorpora({"a": Numbered(0), "b": Numbered(1)}, {"a": 1, "b": 1e-6})
 
 
 def test_a_prepared_folder_is_a_corpus_of_its_first_documents(folder):

@@ -256,15 +256,12 @@ def test_an_interrupted_run_goes_on(tmp_path):
 
 
 def test_the_command(tmp_path):
-    lines = {
-        side: "".join(f"LOC:city Where is {side} {i} ?\nHUM:ind Who is {side} {i} ?\n" for i in range(6))
-        for side in "ab"
-    }
     (tmp_path / "trec").mkdir()
-    (tmp_path / "trec" / "train_9.label").write_text(lines["a"])
-    (tmp_path / "trec" / "test.label").write_text(lines["b"])
+    for side in ("train", "test"):
+        rows = "".join(f"Where is {side} {i} ?,city\nWho is {side} {i} ?,individual\n" for i in range(6))
+        (tmp_path / "trec" / f"{side}.csv").write_text("text,label\n" + rows)
     options = {"data": str(tmp_path / "trec"), "samples": 8}
-    settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2", "fine=true"])
+    settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2"])
     result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.jsonl.gz", limit=3)
     assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "many_shot"
     assert result.provenance["labels"] == ["city", "individual"]

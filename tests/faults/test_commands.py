@@ -34,7 +34,7 @@ def right(texts, tmp_path) -> dict[str, list[str]]:
     lines = {
         "compare": [*run, "--out"],
         "train": [*run, "--out"],
-        "prepare": [str(texts), "--tokenizer", "bytes", "--jobs", "1", "--out"],
+        "prepare": [str(texts), "--tokenizer", "bytes", "--out"],
         "study": ["desk", "--corpus", str(texts), "--minutes", "1", "--out"],
         "eval": ["needle", "--model", model, "--quick", "--limit", "1", "--length", "256", "--out"],
         "bench": ["attention", "--grid", "1x1x8x8", "--out"],

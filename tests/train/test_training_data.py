@@ -3,17 +3,9 @@
 import threading
 import time
 
-import numpy as np
 import pytest
-import torch
 
-from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.train.training_data import prefetched, spread_rows
-
-
-def test_rows_are_spread_over_the_corpus():
-    packed = PackedCorpus(np.arange(100, dtype=np.uint16), 10, shuffle=False)
-    assert torch.equal(spread_rows(packed, 5)[:, 0], torch.tensor([0, 20, 40, 60, 80]))
+from diff_transformer.train.training_data import prefetched
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])

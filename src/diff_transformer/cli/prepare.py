@@ -1,34 +1,25 @@
 """``diff-transformer prepare``: the progress bar and the summary."""
 
-from __future__ import annotations
-
 import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 from diff_transformer.cli.app import bytes_done
-from diff_transformer.data.prepare import Engine, PrepareConfig, prepare, totals
+from diff_transformer.data.prepare import PrepareConfig, prepare, totals
 from diff_transformer.data.sources import SPLITS, find_sources
-from diff_transformer.data.tokens import is_prepared, read_plan, read_records, repair_command, verify
+from diff_transformer.data.tokens import is_prepared, read_plan, repair_command, verify
 from diff_transformer.errors import UserError
+from diff_transformer.settings import build
 
 
 def run_prepare(
-    sources: list[str],
-    out: Path,
-    settings: dict[str, Any],
-    *,
-    resume: bool = False,
-    engine: Engine | None = None,
-    dry_run: bool = False,
+    sources: list[str], out: Path, settings: dict[str, Any], *, resume: bool = False, dry_run: bool = False
 ) -> None:
     """Say what is to be prepared, prepare ``out`` with a progress bar, and print the command that trains on it.
 
     Args:
         sources: the sources of text; none to continue the preparation in ``out``.
         settings: fields of ``PrepareConfig``; None for the default, or without sources for that of ``out``.
-        engine: as ``prepare``; shows no progress.
         dry_run: only say what is to be prepared.
 
     Raises:
@@ -36,23 +27,19 @@ def run_prepare(
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if sources:
-        config = PrepareConfig(tuple(map(_absolute, sources)), **given)
+        given["sources"] = [_absolute(source) for source in sources]
     elif is_prepared(out):
-        before: dict[str, Any] = read_plan(out)["settings"]
-        before |= {name: tuple(before[name]) for name in ("sources", "filters")}
-        config = PrepareConfig(**(before | given))
+        given = read_plan(out)["settings"] | given
     else:
         raise UserError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
+    config = build(PrepareConfig, given)
     files = find_sources(config.sources, config.validation)
     size = f"{sum(file.size for file in files) / 1e6:,.1f} MB" if all(file.size for file in files) else "size unknown"
     print(f"{len(files):,} source{'s' * (len(files) > 1)} of text ({size}), tokenizer {config.tokenizer}, to {out}")
     if dry_run:
         return
-    with nullcontext(lambda read, total: None) if engine is not None else bytes_done("tokenising") as show:
-        prepare(config, out, resume=resume, progress=show, engine=engine)
-    if None in read_records(out):
-        print(f"submitted; logs: {out / 'logs'}")
-        return
+    with bytes_done("tokenising") as show:
+        prepare(config, out, resume=resume, progress=show)
     print(describe(out))
     print(f"prepared: {out}; to train on it:")
     print(f"diff-transformer train --set data.corpus={out} --out RUN")

@@ -158,21 +158,11 @@ def prepare(
     tasks: Annotated[
         int | None, typer.Option(help="Parts into which the files are divided; one a file by default, at most 64.")
     ] = None,
-    engine: Annotated[str | None, typer.Option(help="Run on datatrove: local, slurm or ray.")] = None,
-    jobs: Annotated[int | None, typer.Option(help="With --engine: tasks at a time.")] = None,
-    filters: Annotated[str | None, typer.Option(help="With --engine: gopher, c4, fineweb, by commas.")] = None,
-    dedup: Annotated[
-        str | None, typer.Option(help="With --engine: minhash drops near duplicates; none by default.")
-    ] = None,
-    address: Annotated[str | None, typer.Option(help="HOST:PORT of the cluster of --engine ray.")] = None,
-    partition: Annotated[str | None, typer.Option(help="Slurm partition.")] = None,
-    time: Annotated[str | None, typer.Option(help="Time limit of a Slurm job, HH:MM:SS.")] = None,
     resume: Resume = False,
     dry_run: DryRun = False,
     verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size into files that training maps into memory. --resume continues, and repairs."""
-    from diff_transformer.checks import require_extra
     from diff_transformer.cli.prepare import run_prepare, run_verify
 
     quiet()
@@ -185,7 +175,6 @@ def prepare(
         raise UserError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
         raise UserError("no folder to write to; give --out FOLDER")
-    options = {"jobs": jobs, "address": address, "partition": partition, "time": time}
     settings = {
         "tokenizer": tokenizer,
         "vocab_size": vocab_size,
@@ -193,19 +182,9 @@ def prepare(
         "validation": validation,
         "skip_invalid": skip_invalid or None,
         "tasks": tasks,
-        "dedup": dedup,
-        "filters": filters and tuple(name.strip() for name in filters.split(",")),
     }
-    chosen = None
-    if engine is not None:
-        require_extra("prepare", "--engine", "datatrove", "dill")
-        from diff_transformer.data.pipeline import Engine
-
-        chosen = Engine(engine, **options)
-    elif any(options.values()):
-        raise UserError("--jobs, --address, --partition and --time are options of --engine; give it too")
     with resumable(out, lambda: any(out.glob("shards/*.json"))):
-        run_prepare(sources or [], out, settings, resume=resume, engine=chosen, dry_run=dry_run)
+        run_prepare(sources or [], out, settings, resume=resume, dry_run=dry_run)
 
 
 @app.command()

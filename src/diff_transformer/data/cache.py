@@ -1,9 +1,8 @@
 """A cache on the disk of tokenised corpora and trained tokenizers, so that several processes need not repeat the work.
 
-It is the folder ``corpora`` in the package's cache (``$DIFF_TRANSFORMER_CACHE``, or ``diff_transformer`` in
-``$XDG_CACHE_HOME`` or ``~/.cache``), or ``$DIFF_TRANSFORMER_CORPORA``; if that is empty, nothing is cached. Files are
-written atomically, so any number of processes may use the cache at a time. Above 4 GB, the least recently used files
-are removed.
+It is the folder ``corpora`` in ``$DIFF_TRANSFORMER_CACHE``, or in ``diff_transformer`` in ``$XDG_CACHE_HOME`` or
+``~/.cache``. Files are written atomically, so any number of processes may use the cache at a time. Above 4 GB, the
+least recently used files are removed.
 """
 
 import hashlib
@@ -14,29 +13,25 @@ from pathlib import Path
 
 import numpy as np
 
-from diff_transformer.durable import cache_folder, replacing
+from diff_transformer.durable import replacing
 
-MIN_CHARACTERS = 1_000_000  # a smaller corpus is tokenised faster than looked up
 MAX_BYTES = 4 << 30
 
 
-def fingerprint(texts: Iterable[str], *more: object, least: int = MIN_CHARACTERS) -> str | None:
-    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``; None below ``least`` characters."""
-    digest, characters = hashlib.blake2b(repr(more).encode(), digest_size=16), 0
+def fingerprint(texts: Iterable[str], *more: object) -> str:
+    """A key, 32 hexadecimal digits, of the texts in their order and of ``more``."""
+    digest = hashlib.blake2b(repr(more).encode(), digest_size=16)
     for text in texts:
         data = text.encode("utf-8", "surrogatepass")
         digest.update(b"%d " % len(data))
         digest.update(data)
-        characters += len(text)
-    return digest.hexdigest() if characters >= least else None
+    return digest.hexdigest()
 
 
-def cached(key: str | None, make: Callable[[], np.ndarray]) -> np.ndarray:
+def cached(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
     """The array cached under ``key``, mapped into memory; if there is none, the result of ``make``, which is cached."""
-    chosen = os.environ.get("DIFF_TRANSFORMER_CORPORA")
-    folder = cache_folder() / "corpora" if chosen is None else Path(chosen)
-    if key is None or chosen == "":
-        return make()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    folder = Path(os.environ.get("DIFF_TRANSFORMER_CACHE") or caches / "diff_transformer").expanduser() / "corpora"
     path = folder / f"{key}.npy"
     try:
         os.utime(path)

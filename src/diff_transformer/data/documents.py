@@ -72,22 +72,17 @@ def held_out_split(documents: Sequence[Document]) -> tuple[list[Document], list[
 
 def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     """Whole documents in their order up to ``max_bytes`` of UTF-8; the last is cut at a line end if it does not fit."""
-    if max_bytes < 1:
-        raise UserError(f"max_bytes must be at least 1, got {max_bytes}")
     taken: list[Document] = []
     left = max_bytes
     for document in documents:
-        size = document.num_bytes
-        if size > left:
+        if document.num_bytes > left:
             head = document.text.encode()[:left].decode(errors="ignore")
             head = head[: head.rfind("\n") + 1] or head
             if head.strip() or not taken:
                 taken.append(Document(document.name, head, document.group))
             break
         taken.append(document)
-        left -= size
-        if left == 0:
-            break
+        left -= document.num_bytes
     return taken
 
 

@@ -41,14 +41,12 @@ class Mixture:
         batch_size: rows of a batch.
 
     Raises:
-        UserError: for weights that do not match the sources or are not positive, rows of different lengths, or a batch
-            too small for every source to have a row.
+        UserError: for a batch too small for every source to have a row.
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], batch_size: int, seed: int = 0):
-        self.length = _length_of(sources, weights)
-        self.sources = dict(sources)
-        self.names = tuple(sources)
+        self.sources, self.names = dict(sources), tuple(sources)
+        self.length = sources[self.names[0]].length
         self.batch_size = batch_size
         self.seed = seed
         rows = apportion(weights, batch_size)
@@ -64,13 +62,8 @@ class Mixture:
         """The batch of ``step`` (from 0), or the part of one of ``world_size`` processes.
 
         Rows are shuffled, so that every part of the batch is a mixture. The parts of ranks 0, 1, ... joined are the
-        whole batch. Rows of other ranks are not computed.
-
-        Raises:
-            UserError: if ``world_size`` does not divide the batch.
+        whole batch; ``world_size`` divides it. Rows of other ranks are not computed.
         """
-        if self.batch_size % world_size or not 0 <= rank < world_size:
-            raise UserError(f"a batch of {self.batch_size} rows has no equal part {rank} of {world_size}")
         order = training_rng(self.seed, "mixture", step).permutation(self.batch_size)
         shares = np.array(list(self.rows_per_source.values()))
         sources = np.repeat(np.arange(len(self.names)), shares)
@@ -82,20 +75,6 @@ class Mixture:
             for first, count, places in _runs(mine, sources[mine] == number):
                 ids[places], labels[places] = self.sources[name].rows(int(starts[number] + first), count)
         return {"input_ids": ids, "labels": labels, "source": sources[mine]}
-
-
-def _length_of(sources: Mapping[str, RowSource], weights: Mapping[str, float]) -> int:
-    """The length of the rows; raises UserError for sources and weights that do not fit together."""
-    if not sources or sources.keys() != weights.keys():
-        raise UserError(
-            f"sources {sorted(sources)} and weights {sorted(weights)} must have the same names, at least one"
-        )
-    if any(not weight > 0 for weight in weights.values()):
-        raise UserError(f"weights must be above 0, got {weights}; leave out a source that is not wanted")
-    lengths = {name: source.length for name, source in sources.items()}
-    if len(set(lengths.values())) > 1:
-        raise UserError(f"sources must give rows of one length, got {lengths}")
-    return next(iter(lengths.values()))
 
 
 def _runs(values: np.ndarray, chosen: np.ndarray) -> Iterator[tuple[int, int, np.ndarray]]:
@@ -131,14 +110,12 @@ class WeightedCorpora:
         weights: a positive number for each name.
 
     Raises:
-        UserError: for weights that do not match the sources, or a weight below 1 / 10,000 of their sum.
+        UserError: for a weight below 1 / 10,000 of their sum.
     """
 
     def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int = 0):
-        self.length = _length_of(sources, weights)
-        self.sources = list(sources.values())
-        self.names = tuple(sources)
-        self.seed = seed
+        self.sources, self.seed = list(sources.values()), seed
+        self.length = self.sources[0].length
         shares = apportion({name: weights[name] for name in sources}, PERIOD)
         rare = [name for name, share in shares.items() if not share]
         if rare:

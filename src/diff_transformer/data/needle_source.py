@@ -63,17 +63,12 @@ class NeedleSource:
             raise UserError(
                 f"needles {needles} and queries {queries}: every document needs a question of 1 to N cities"
             )
-        if questions_per_document < 1:
-            raise UserError(f"questions_per_document must be at least 1, got {questions_per_document}")
         if tokenizer.eos_token_id is None:
             raise UserError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
         self.tokenizer, self.length, self.seed, self.answer_loss_only = tokenizer, length, seed, answer_loss_only
         pad = tokenizer.pad_token_id  # which a model need not embed, if it lies beyond all ids of text
         self._pad = pad if pad is not None and pad < ids_in_rows(tokenizer) else tokenizer.eos_token_id
-        self.filler = filler
-        self.needles = tuple(needles)
-        self.queries = tuple(queries)
-        self.digits = digits
+        self.filler, self.needles, self.queries, self.digits = filler, needles, queries, digits
         self.questions_per_document = questions_per_document
         self._rng = evaluation_rng if held_out else training_rng
         self._end = tokenizer.eos_token_id

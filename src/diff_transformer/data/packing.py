@@ -39,7 +39,7 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
 
 
 class TokenArray(Protocol):
-    """Tokens [N] in memory (a NumPy array) or on the disk (``prepared.Shards``)."""
+    """Tokens [N] in memory (a NumPy array) or on the disk (``tokens.Shards``)."""
 
     def __len__(self) -> int: ...
 
@@ -88,14 +88,22 @@ class PackedCorpus:
         The labels are the input ids; the model shifts them.
         """
         indices = np.arange(first, first + count)
-        starts = np.empty(count, np.int64)
+        positions = np.empty((count, self.length), np.int64)
         epochs = indices // self.num_windows
         for epoch in np.unique(epochs):
             mine = epochs == epoch
-            starts[mine] = self._starts(int(epoch), indices[mine] % self.num_windows)
-        positions = (starts[:, None] + np.arange(self.length)) % len(self.tokens)
+            positions[mine] = self._positions(int(epoch), indices[mine] % self.num_windows)
         input_ids = self.tokens[positions].astype(np.int64)
         return input_ids, input_ids.copy()
+
+    def spread(self, count: int) -> np.ndarray:
+        """At most ``count`` rows, spread evenly over the corpus: int64 [count, length]."""
+        count = min(count, self.num_windows)
+        return np.concatenate([self.rows(self.num_windows * i // count, 1)[0] for i in range(count)])
+
+    def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
+        """Positions of the tokens of the rows at ``places`` of an epoch: int64 [places, length]."""
+        return (self._starts(epoch, places)[:, None] + np.arange(self.length)) % len(self.tokens)
 
     def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Positions of the first token of the windows at ``places`` in the order of an epoch: int64, as ``places``."""

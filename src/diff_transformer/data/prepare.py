@@ -1,8 +1,8 @@
 """Tokenise text of any size, once, into files that training maps into memory (``tokens.py`` describes the folder).
 
 The files of the sources are divided among tasks: task i of n reads files i, i + n, ... and writes one shard for each
-side. This process runs one task after another; datatrove (``pipeline.py``) runs them in several processes or on a
-cluster, with its filters and its deduplication.
+side. ``prepare`` runs one task after another; ``pipeline.py`` has them as steps of a datatrove pipeline, for many
+processes or machines.
 """
 
 from __future__ import annotations
@@ -12,13 +12,15 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Annotated, Any
 
 import numpy as np
+from pydantic import Field
+from pydantic.dataclasses import dataclass
 
-from diff_transformer.checks import differences, require_known, require_positive
+from diff_transformer.checks import differences
 from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.sources import SPLITS, Reader, Source, find_sources
 from diff_transformer.data.tokenizer import encode_all, ids_of, load_tokenizer, tokenizer_hash, train_tokenizer
@@ -29,30 +31,23 @@ from diff_transformer.data.tokens import (
     SHARDS,
     TOKENIZER,
     TOKENS,
+    checksum,
+    damage,
     is_prepared,
-    new_digest,
     read_plan,
     read_records,
-    wrong_content,
-    wrong_size,
+    shard,
 )
 from diff_transformer.durable import PARTIAL, remove, replacing, require_writable, write_whole
 from diff_transformer.errors import UserError
+from diff_transformer.settings import STRICT, PositiveInt
 
-if TYPE_CHECKING:
-    pass
-
-FILTERS = {  # classes of datatrove, by the name of the work that published the rules
-    "gopher": ("GopherRepetitionFilter", "GopherQualityFilter"),
-    "c4": ("C4QualityFilter",),
-    "fineweb": ("FineWebQualityFilter",),
-}
 MAX_TASKS = 64  # by default
 _BATCH = 1 << 20  # characters
 _MIN_SAMPLE = 65_536  # characters of each file in the sample
 
 
-@dataclass(frozen=True)
+@dataclass(config=STRICT, frozen=True)
 class PrepareConfig:
     """Settings of ``prepare``. They and the sources determine the folder to the byte."""
 
@@ -60,34 +55,14 @@ class PrepareConfig:
     # "bpe" (byte-level, trained on a sample of the sources), "bytes", "cl100k", a folder written by save_pretrained, or
     # a name on the Hugging Face hub
     tokenizer: str = "bpe"
-    vocab_size: int = 32_768  # of "bpe", special tokens included
-    sample_characters: int = 10_000_000  # that "bpe" is trained on: an equal share from the beginning of each file
+    vocab_size: PositiveInt = 32_768  # of "bpe", special tokens included
+    # that "bpe" is trained on: an equal share from the beginning of each file
+    sample_characters: PositiveInt = 10_000_000
     field: str = "text"  # field of JSON lines, or column of parquet, that holds the text
-    validation: float = 0.01  # share of the documents that is held out, by a hash
+    # share of the documents that is held out, by a hash
+    validation: Annotated[float, Field(gt=0, lt=1)] = 0.01
     skip_invalid: bool = False  # count and leave out rows without a text, instead of stopping
-    tasks: int | None = None  # one a file by default, at most MAX_TASKS
-    filters: tuple[str, ...] = ()  # with an engine: names of ``FILTERS``, in this order
-    dedup: str | None = None  # with an engine: "minhash" drops documents that are nearly equal to another
-
-    def validate(self) -> None:
-        """Raise UserError for sizes not above 0, a share outside 0 to 1, and unknown names."""
-        require_positive(vocab_size=self.vocab_size, sample_characters=self.sample_characters, tasks=self.tasks)
-        for name in self.filters:
-            require_known("filter", name, FILTERS)
-        if self.dedup is not None:
-            require_known("deduplication", self.dedup, ("minhash",))
-        if not 0 < self.validation < 1:
-            raise UserError(f"validation is {self.validation}; give a share between 0 and 1, such as 0.01")
-
-
-class Engine(Protocol):
-    """Runs tasks elsewhere (``pipeline.Engine``)."""
-
-    def check(self, config: PrepareConfig) -> None:
-        """Raise UserError if it cannot run tasks of ``config``."""
-
-    def run(self, out: Path, plan: dict[str, Any], todo: Sequence[int]) -> None:
-        """Run these tasks, or submit them."""
+    tasks: PositiveInt | None = None  # one a file by default, at most MAX_TASKS
 
 
 def prepare(
@@ -96,7 +71,6 @@ def prepare(
     *,
     resume: bool = False,
     progress: Callable[[int, int], object] = lambda read, total: None,
-    engine: Engine | None = None,
 ) -> Path:
     """Tokenise the sources of ``config`` into the folder ``out``, and return it.
 
@@ -105,41 +79,19 @@ def prepare(
 
     Args:
         progress: called with the bytes of input that were read, and all of them; 0 if unknown.
-        engine: runs the tasks elsewhere; Slurm does so after this function returns.
 
     Raises:
-        UserError: for sources or a tokenizer that cannot be loaded, text that cannot be read, and an ``out`` that holds
-            something else, was prepared with other settings, or is not writable.
+        UserError: as ``begin``, and for text that cannot be read.
     """
     out = Path(out).absolute()
-    config.validate()
-    require_writable(out)
-    begun = is_prepared(out)
-    if out.exists() and {path.name for path in out.iterdir()} - {TOKENIZER, SHARDS} and not (begun and resume):
-        kind = "a preparation; continue or repair it (--resume), or" if begun else "something else;"
-        raise UserError(f"{out} holds {kind} choose another folder")
-    sources = find_sources(config.sources, config.validation)
-    if engine is not None:
-        engine.check(config)
-    elif config.filters or config.dedup:
-        raise UserError("filters and deduplication need datatrove; give --engine local, slurm or ray")
-    plan = _begin(config, out, sources)
-    records, dtype = read_records(out), plan["dtype"]
-    todo = [task for task, record in enumerate(records) if not record or wrong_size(out, task, record, dtype)]
-    if not todo:  # a complete folder: perhaps its content has changed
-        todo = [task for task, record in enumerate(records) if record and wrong_content(out, task, record)]
-    for unfinished in out.rglob(f"*{PARTIAL}"):  # of a killed process
-        unfinished.unlink()
-    if engine is not None:
-        engine.run(out, plan, todo)
-        return out
-    tasks, done = len(records), 0
-    total = sum(source.size for task in todo for source in sources[task::tasks])
+    plan = begin(config, out, resume=resume)
+    todo, done = unfinished(out), 0
+    sizes = [sum(file["size"] for file in plan["files"][task :: plan["settings"]["tasks"]]) for task in todo]
 
     def advance(read: int) -> None:
         nonlocal done
         done += read
-        progress(done, total)
+        progress(done, sum(sizes))
 
     for task in todo:
         reader = reader_of(plan, task, advance)
@@ -147,32 +99,34 @@ def prepare(
     return out
 
 
-def totals(folder: Path | str) -> dict[str, Counter[str]]:
-    """Sums over the tasks: for each side ``tokens``, ``documents`` and ``text_bytes``; and the counts ``left_out``."""
-    sums: dict[str, Counter[str]] = {name: Counter() for name in (*SPLITS, "left_out")}
-    for record in filter(None, read_records(folder)):
-        for name, counts in sums.items():
-            counts.update({key: value for key, value in record[name].items() if key != "checksums"})
-    return sums
+def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str, Any]:
+    """The plan of the folder ``out``, which is written with its tokenizer if there is none.
 
-
-def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[str, Any]:
-    """The plan of the folder, which is written if there is none; raises UserError if it has another one."""
+    Raises:
+        UserError: for sources or a tokenizer that cannot be loaded, and an ``out`` that holds something else, was
+            prepared with other settings, or is not writable.
+    """
+    require_writable(out)
+    begun = is_prepared(out)
+    if out.exists() and {path.name for path in out.iterdir()} - {TOKENIZER, SHARDS} and not (begun and resume):
+        kind = "a preparation; continue or repair it (--resume), or" if begun else "something else;"
+        raise UserError(f"{out} holds {kind} choose another folder")
+    sources = find_sources(config.sources, config.validation)
     files = len(sources) if all(source.kind != "hub" for source in sources) else None
     tasks = config.tasks or min(files or 1, MAX_TASKS)
     if files is not None and tasks > files:
         raise UserError(f"tasks is {tasks}, and the sources have {files} files, which are not divided; give fewer")
     settings = json.loads(json.dumps({**asdict(config), "tasks": tasks}))
-    plan: dict[str, Any] = {"settings": settings, "files": [source.to_dict() for source in sources]}
-    if is_prepared(out):
-        there = read_plan(out)
-        if different := differences({key: there.get(key) for key in plan}, plan):
+    plan: dict[str, Any] = {"settings": settings, "files": [asdict(source) for source in sources]}
+    if begun:
+        before = read_plan(out)
+        if different := differences({key: before.get(key) for key in plan}, plan):
             listed = "\n  ".join(different)
             raise UserError(
                 f"{out} was prepared with other settings or files (there against here):\n  {listed}\n"
                 "give the same, or choose another folder"
             )
-        return there
+        return before
     if config.tokenizer == "bpe":
         tokenizer = train_tokenizer(_sample(config, sources), config.vocab_size)
     else:
@@ -188,6 +142,26 @@ def _begin(config: PrepareConfig, out: Path, sources: Sequence[Source]) -> dict[
         tokenizer.save_pretrained(partial)
     write_whole(out / PLAN, json.dumps(plan, indent=1) + "\n")
     return plan
+
+
+def unfinished(out: Path) -> list[int]:
+    """The tasks of a prepared folder that are to run; removes files that a killed process left unfinished."""
+    for partial in out.rglob(f"*{PARTIAL}"):
+        partial.unlink()
+    records = read_records(out)
+    todo = [task for task, record in enumerate(records) if not record or damage(out, task, record)]
+    if not todo:  # a complete folder: perhaps its content has changed
+        todo = [task for task, record in enumerate(records) if record and damage(out, task, record, content=True)]
+    return todo
+
+
+def totals(folder: Path | str) -> dict[str, Counter[str]]:
+    """Sums over the tasks: for each side ``tokens``, ``documents`` and ``text_bytes``; and the counts ``left_out``."""
+    sums: dict[str, Counter[str]] = {name: Counter() for name in (*SPLITS, "left_out")}
+    for record in filter(None, read_records(folder)):
+        for name, counts in sums.items():
+            counts.update({key: value for key, value in record[name].items() if key != "checksums"})
+    return sums
 
 
 def _sample(config: PrepareConfig, sources: Sequence[Source]) -> Iterator[str]:
@@ -232,14 +206,25 @@ def write_task(
         texts: (split, text), in order.
         left_out: counts that the reader of ``texts`` fills.
     """
-    tokenizer = load_tokenizer(out / TOKENIZER)
+    tokenizer, end, dtype = load_tokenizer(out / TOKENIZER), plan["tokenizer"]["end_of_text"], plan["dtype"]
+    record: dict[str, Any] = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
+    starts = {split: array("q") for split in SPLITS}
     with ExitStack() as stack:
-        shards = {split: stack.enter_context(_Shard(out / SHARDS / f"{split}-{task:05d}", plan)) for split in SPLITS}
+        partial = {split: stack.enter_context(replacing(shard(out, split, task, TOKENS))) for split in SPLITS}
+        files = {split: stack.enter_context(partial[split].open("wb")) for split in SPLITS}
         for batch in _batches(texts):
             for (split, text), ids in zip(batch, encode_all(tokenizer, [text for _, text in batch]), strict=True):
-                shards[split].add(text, ids)
-    record = {**{split: shard.record for split, shard in shards.items()}, "left_out": dict(left_out)}
-    write_whole(out / SHARDS / f"{task:05d}.json", json.dumps(record, indent=1) + "\n")
+                side, tokens = record[split], np.append(ids, end).astype(dtype)
+                starts[split].append(side["tokens"])
+                files[split].write(tokens.data)
+                side["tokens"] += len(tokens)
+                side["documents"] += 1
+                side["text_bytes"] += len(text.encode())
+    for split in SPLITS:
+        write_whole(shard(out, split, task, DOCUMENTS), np.array(starts[split], DOCUMENT_DTYPE).tobytes())
+        checksums = {ending: checksum(shard(out, split, task, ending)) for ending in (TOKENS, DOCUMENTS)}
+        record[split]["checksums"] = checksums
+    write_whole(out / SHARDS / f"{task:05d}.json", json.dumps({**record, "left_out": left_out}, indent=1) + "\n")
 
 
 def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
@@ -253,44 +238,3 @@ def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]
             batch, size = [], 0
     if batch:
         yield batch
-
-
-class _Shard:
-    """The two files of a shard. They appear when the context ends without an error, and ``record`` describes them."""
-
-    def __init__(self, path: Path, plan: dict[str, Any]):
-        self.path = path
-        self.dtype, self.end = np.dtype(plan["dtype"]), plan["tokenizer"]["end_of_text"]
-        self.tokens = self.text_bytes = 0
-        self.digest, self.starts = new_digest(), array("q")
-        self.record: dict[str, Any] = {}
-
-    def __enter__(self) -> _Shard:
-        self._stack = ExitStack()
-        partial = self._stack.enter_context(replacing(self.path.with_suffix(TOKENS)))
-        self._file = self._stack.enter_context(partial.open("wb"))
-        return self
-
-    def add(self, text: str, ids: np.ndarray) -> None:
-        """Append a document, followed by the end of text."""
-        self.starts.append(self.tokens)
-        data = np.append(ids, self.end).astype(self.dtype)
-        self._file.write(data.data)
-        self.digest.update(data.data)
-        self.tokens += len(data)
-        self.text_bytes += len(text.encode())
-
-    def __exit__(self, *error) -> None:
-        self._stack.__exit__(*error)
-        if error[0] is not None:
-            return
-        documents, digest = np.array(self.starts, DOCUMENT_DTYPE).tobytes(), new_digest()
-        digest.update(documents)
-        with replacing(self.path.with_suffix(DOCUMENTS)) as partial:
-            partial.write_bytes(documents)
-        self.record = {
-            "tokens": self.tokens,
-            "documents": len(self.starts),
-            "text_bytes": self.text_bytes,
-            "checksums": {TOKENS: self.digest.hexdigest(), DOCUMENTS: digest.hexdigest()},
-        }

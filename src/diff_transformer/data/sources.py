@@ -8,11 +8,12 @@ import io
 import json
 import lzma
 import os
+import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeGuard
 from urllib.parse import parse_qsl
 
 from diff_transformer.checks import first_line, require_extra
@@ -24,7 +25,7 @@ TEXT_SUFFIXES = (
     ".txt", ".text", ".md", ".markdown", ".rst", ".tex", ".org", ".html", ".py", ".pyi", ".c", ".h", ".cc", ".cpp",
     ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql",
 )  # fmt: skip
-LINES_SUFFIXES = (".jsonl", ".ndjson")
+KINDS = {**dict.fromkeys(TEXT_SUFFIXES, "text"), ".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".txz", ".zip", ".7z")
 VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
@@ -43,9 +44,6 @@ class Source:
     kind: str  # "text", "lines" (JSON lines), "parquet", "hub", "python"
     size: int = 0  # bytes; 0 if unknown
     split: str | None = None  # "train", "validation", "tail" (its end is held out), or None: each row decides
-
-    def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def find_sources(names: Sequence[str], share: float) -> list[Source]:
@@ -78,51 +76,43 @@ def _find(name: str) -> list[Source]:
     if name.startswith("hub:"):
         hub_query(name)
         return [Source(name, "hub")]
-    if "://" in name:
-        raise UserError(f"source {name!r} is a URL; download it, and give the file")
     path = Path(name).absolute()
     if not path.exists():
-        raise UserError(f"source {name!r} does not exist; give {ACCEPTED}")
+        advice = "a URL: download it, and give the file" if "://" in name else f"no file or folder; give {ACCEPTED}"
+        raise UserError(f"source {name!r} is {advice}")
     if any(suffix.lower() in ARCHIVE_SUFFIXES for suffix in path.suffixes[-2:]):
         raise UserError(f"source {name!r} is an archive; unpack it (tar xf {name}) and give the folder")
     if path.is_dir():
-        sources = _with_folder_splits(path, [(p, kind) for p in _files_of(path) if (kind := kind_of(p.name))])
+        sources = _files_below(path)
     else:
-        kind = kind_of(path.name) or ("text" if not path.suffix else None)
+        kind = KINDS.get(suffix_of(path)) or ("text" if not path.suffix else None)
         sources = [Source(str(path), kind, path.stat().st_size)] if kind and path.is_file() else []
     if not sources:
         raise UserError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
     return sources
 
 
-def _files_of(root: Path) -> Iterator[Path]:
-    """The regular files below a folder in the order of their names, without hidden ones."""
+def suffix_of(path: Path) -> str:
+    """The suffix of a file's name in lower case, without that of its compression."""
+    packed = path.suffix.lower() in PACKED_SUFFIXES
+    return (Path(path.stem) if packed else path).suffix.lower()
+
+
+def _files_below(root: Path) -> list[Source]:
+    """The files below a folder in the order of their names, without hidden ones; those in ``train/`` and ``val/`` know
+    their split."""
+    paths: list[Path] = []
     for folder, subfolders, names in os.walk(root):
         subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        paths = (Path(folder, name) for name in sorted(names) if not name.startswith("."))
-        yield from (path for path in paths if path.is_file())
-
-
-def kind_of(name: str) -> str | None:
-    """How a file with this name is read, or None if it is not."""
-    path = PurePosixPath(name.lower())
-    suffix = PurePosixPath(path.stem).suffix if path.suffix in PACKED_SUFFIXES else path.suffix
-    if suffix in LINES_SUFFIXES:
-        return "lines"
-    if path.suffix == ".parquet":
-        return "parquet"
-    return "text" if suffix in TEXT_SUFFIXES else None
-
-
-def _with_folder_splits(root: Path, files: Sequence[tuple[Path, str]]) -> list[Source]:
-    """The sources of a folder; those in ``train/`` and ``val/`` know their split."""
-    names = without_common_folders([path.relative_to(root).as_posix() for path, _ in files])
+        paths += (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+    paths = [path for path in paths if suffix_of(path) in KINDS and path.is_file()]
+    names = without_common_folders([path.relative_to(root).as_posix() for path in paths])
     tops = [name.split("/")[0] if "/" in name else "" for name in names]
     held_out = min(VALIDATION_FOLDERS & {*tops}, default=None)
     splits = {"train": "train", held_out: "validation"} if held_out and "train" in tops else None
     return [
-        Source(str(path), kind, path.stat().st_size, None if splits is None else splits[top])
-        for (path, kind), top in zip(files, tops, strict=True)
+        Source(str(path), KINDS[suffix_of(path)], path.stat().st_size, None if splits is None else splits[top])
+        for path, top in zip(paths, tops, strict=True)
         if splits is None or top in splits
     ]
 
@@ -149,7 +139,7 @@ def hub_query(name: str) -> tuple[str, dict[str, str]]:
 
 
 class Reader:
-    """Reads sources as (split, text), and counts what is left out.
+    """Reads sources as (split, text), and counts the texts that it leaves out.
 
     Args:
         field: field of JSON lines, or column, that holds the text.
@@ -190,12 +180,7 @@ class Reader:
                 self.left_out["blank"] += 1
 
     def _file(self, source: Source) -> Iterator[tuple[str, str]]:
-        try:
-            with open(source.path, "rb") as raw:
-                data = unpacked(raw, source.path).read()
-        except Exception as error:  # each compression library raises its own errors
-            raise UserError(f"{source.path} cannot be read ({first_line(error)})") from error
-        text = decoded(source.path, data)
+        text = read_text(Path(source.path))
         self.progress(source.size)
         if source.split != "tail":
             yield source.split or "train", text
@@ -206,47 +191,37 @@ class Reader:
 
     def _rows(self, source: Source) -> Iterator[tuple[str, str]]:
         rows = self._lines(source.path) if source.kind == "lines" else self._dataset(source)
-        done = 0
-        for number, (row, position) in enumerate(rows, start=1):
-            reason = self._invalid(row)
-            if reason is None:
-                text = row[self.field]
-                yield source.split or ("validation" if hash_of_name(text) < self.share else "train"), text
-            elif self.skip_invalid:
-                self.left_out["invalid"] += 1
-            else:
-                raise UserError(f"{source.path}, row {number} {reason}; or leave such rows out (--skip-invalid)")
-            self.progress(position - done)
-            done = position
+        number = done = 0
+        try:
+            for number, (row, position) in enumerate(rows, start=1):
+                text = row.get(self.field) if isinstance(row, dict) else None
+                if _is_text(text):
+                    yield source.split or ("validation" if hash_of_name(text) < self.share else "train"), text
+                elif self.skip_invalid:
+                    self.left_out["invalid"] += 1
+                else:
+                    raise UserError(
+                        f"{source.path}, row {number} has no text in {self.field!r}: {reprlib.repr(row)}; give --field "
+                        "or leave such rows out (--skip-invalid)"
+                    )
+                self.progress(position - done)
+                done = position
+        except UserError:
+            raise
+        except Exception as error:  # each library that decompresses or reads has its own
+            reason = f"{type(error).__name__}: {first_line(error)}"
+            raise UserError(f"{source.path} cannot be read after row {number} ({reason})") from error
         self.progress(source.size - done)
 
-    def _invalid(self, row: Any) -> str | None:
-        """The reason why a row is no text, or None."""
-        if isinstance(row, Exception):
-            return f"is not JSON in UTF-8 ({first_line(row)})"
-        if not isinstance(row, dict):
-            return f"holds a {type(row).__name__}, not an object"
-        if self.field not in row:
-            return f"has no field {self.field!r} but {', '.join(map(repr, row)) or 'none'}; give --field"
-        text = row[self.field]
-        if not isinstance(text, str):
-            return f"has a {type(text).__name__} in {self.field!r}, not a text; give --field"
-        try:
-            text.encode()
-        except UnicodeEncodeError:
-            return "holds half of a surrogate pair"
-        return None
-
     def _lines(self, path: str) -> Iterator[tuple[Any, int]]:
-        """The value of each line, or its error, and the bytes of the file that were read."""
-        number = 0
+        """The value of each line of JSON, or its error, and the bytes of the file that were read."""
         with open(path, "rb") as raw:
-            try:
-                for number, line in enumerate(unpacked(raw, path), start=1):  # noqa: B007
-                    if line.strip():
-                        yield _parsed(line), raw.tell()
-            except Exception as error:  # each compression library raises its own errors
-                raise UserError(f"{path} cannot be read after line {number} ({first_line(error)})") from error
+            for line in unpacked(raw, path):
+                if line.strip():
+                    try:
+                        yield json.loads(line.decode("utf-8-sig")), raw.tell()
+                    except (ValueError, RecursionError) as error:
+                        yield error, raw.tell()
 
     def _dataset(self, source: Source) -> Iterator[tuple[Any, int]]:
         """The rows of a parquet file or of a data set of the hub, streamed."""
@@ -254,22 +229,29 @@ class Reader:
         import datasets
         from datasets.distributed import split_dataset_by_node
 
-        number = 0
-        try:
-            if source.kind == "parquet":
-                rows: Any = datasets.load_dataset("parquet", data_files=source.path, split="train", streaming=True)
-            else:
-                repository, options = hub_query(source.path)
-                rows = datasets.load_dataset(
-                    repository, options.get("config"), split=options.get("split", "train"),
-                    revision=options.get("revision"), streaming=True,
-                )  # fmt: skip
-                rows = split_dataset_by_node(rows, *self.part)
-            for number, row in enumerate(rows, start=1):  # noqa: B007
-                yield row, 0
-        except Exception as error:  # the type depends on the library's version and on where it fails
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise UserError(f"{source.path} cannot be read after row {number} ({reason})") from error
+        if source.kind == "parquet":
+            rows: Any = datasets.load_dataset("parquet", data_files=source.path, split="train", streaming=True)
+        else:
+            repository, options = hub_query(source.path)
+            rows = datasets.load_dataset(
+                repository, options.get("config"), split=options.get("split", "train"),
+                revision=options.get("revision"), streaming=True,
+            )  # fmt: skip
+            rows = split_dataset_by_node(rows, *self.part)
+        for row in rows:
+            yield row, 0
+
+
+def read_text(path: Path) -> str:
+    """The text of a file, decompressed; UserError for one that cannot be read or is not UTF-8."""
+    try:
+        with path.open("rb") as raw:
+            data = unpacked(raw, str(path)).read()
+    except UserError:
+        raise
+    except Exception as error:  # each compression library raises its own errors
+        raise UserError(f"{path} cannot be read ({first_line(error)})") from error
+    return decoded(str(path), data)
 
 
 def unpacked(raw: BinaryIO, path: str) -> Any:
@@ -284,9 +266,12 @@ def unpacked(raw: BinaryIO, path: str) -> Any:
     return raw if opened is None else opened(raw)
 
 
-def _parsed(line: bytes) -> Any:
-    """The value of a line of JSON, or the error."""
+def _is_text(value: Any) -> TypeGuard[str]:
+    """True for a string that UTF-8 can encode: one without half of a surrogate pair."""
+    if not isinstance(value, str):
+        return False
     try:
-        return json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        return error
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import tempfile
-from collections.abc import Generator, Iterable, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -49,7 +46,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             text) and ``<|pad|>``, the 256 bytes, and the ten digits with a space. A small corpus may give fewer.
 
     Raises:
-        UserError: if ``vocab_size`` is below 268 or there is no text.
+        UserError: if ``vocab_size`` is below 268.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -58,14 +55,6 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
             f"vocab_size {vocab_size} is too small; give at least {MIN_VOCAB_SIZE} "
             f"({len(SPECIAL_TOKENS)} special tokens, 256 bytes, {len(_DIGITS)} digits with a space before them)"
         )
-    seen = 0
-
-    def counted() -> Iterable[str]:
-        nonlocal seen
-        for text in texts:
-            seen += len(text)
-            yield text
-
     backend = Tokenizer(models.BPE())
     split = pre_tokenizers.Split(Regex(PIECES), behavior="isolated")
     shorten = pre_tokenizers.Split(Regex(rf"(?m).{{1,{LONGEST_WORD}}}"), behavior="isolated")
@@ -78,10 +67,8 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenize
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    backend.train_from_iterator(counted(), trainer)
+    backend.train_from_iterator(texts, trainer)
     backend.pre_tokenizer = pre_tokenizers.Sequence([split, to_bytes])
-    if not seen:
-        raise UserError("there is no text to train a tokenizer on; give at least one non-empty text")
     backend.model = _with_spaced_digits(backend, vocab_size)
     return _wrap(backend)
 
@@ -109,23 +96,19 @@ def cl100k_tokenizer() -> PreTrainedTokenizerFast:
         UserError: if ``tiktoken`` is not installed, or the ranks cannot be downloaded.
     """
     require_extra("data", "the tokenizer cl100k", "tiktoken")
-    import tiktoken
+    from tiktoken_ext.openai_public import cl100k_base
     from transformers.convert_slow_tokenizer import TikTokenConverter
 
     try:
-        encoding: Any = tiktoken.get_encoding("cl100k_base")
+        definition = cl100k_base()
     except Exception as error:  # the type depends on the library's version and on where it fails
         raise UserError(
             f"tiktoken has no copy of cl100k_base and cannot download it ({first_line(error)}); connect this machine "
             "once, or copy TIKTOKEN_CACHE_DIR from one that has it"
         ) from error
-    ranks = (b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in encoding._mergeable_ranks.items())
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "ranks.tiktoken")
-        path.write_bytes(b"".join(ranks))
-        special = list(encoding._special_tokens)
-        converter = TikTokenConverter(str(path), pattern=CL100K_PIECES, extra_special_tokens=special)
-        return _wrap(converter.converted(), pad=END_OF_TEXT)
+    converter: Any = TikTokenConverter(pattern=CL100K_PIECES, extra_special_tokens=[*definition["special_tokens"]])
+    converter.load_tiktoken_bpe = lambda _: definition["mergeable_ranks"]
+    return _wrap(converter.converted(), pad=END_OF_TEXT)
 
 
 def tokenizer_of(state: str) -> PreTrainedTokenizerFast:
@@ -195,8 +178,7 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str, *, special: bool = Fal
 
 def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, special: bool = False) -> list[np.ndarray]:
     """:func:`encode` for many texts at once, on all cores."""
-    with _plain(require_fast(tokenizer), special=special) as backend:
-        encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+    encodings = _plain(tokenizer, special=special).encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
 
 
@@ -217,13 +199,8 @@ def encode_inside(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> l
 def leading_ids(tokenizer: PreTrainedTokenizerFast) -> list[int]:
     """The tokens that the tokenizer's post-processor puts in front of every text: ``<s>`` (Llama), ``[gMASK] <sop>``
     (GLM), or none (Qwen, GPT-2 and this package's tokenizers)."""
-    if getattr(tokenizer, "backend_tokenizer", None) is None:
-        encoded = tokenizer("a", return_special_tokens_mask=True)
-        ids, mask = encoded["input_ids"], encoded["special_tokens_mask"]
-    else:
-        with _plain(tokenizer.backend_tokenizer) as backend:
-            encoding = backend.encode("a", add_special_tokens=True)
-        ids, mask = encoding.ids, encoding.special_tokens_mask
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    ids, mask = encoded["input_ids"], encoded["special_tokens_mask"]
     return ids[: mask.index(0)] if 0 in mask else []
 
 
@@ -235,8 +212,8 @@ def token_spans(
     Raises:
         UserError: for a span that no token covers.
     """
-    with _plain(require_fast(tokenizer)) as backend:
-        offsets = np.array(backend.encode(text, add_special_tokens=False).offsets, dtype=np.int64).reshape(-1, 2)
+    encoding = _plain(tokenizer).encode(text, add_special_tokens=False)
+    offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
     token_ranges = []
     for start, end in spans:
         inside = np.flatnonzero((offsets[:, 0] < end) & (offsets[:, 1] > start))
@@ -293,19 +270,11 @@ def _wrap(backend: Tokenizer, pad: str = PAD) -> PreTrainedTokenizerFast:
     )
 
 
-@contextmanager
-def _plain(backend: Tokenizer, *, special: bool = False) -> Generator[Tokenizer]:
-    """Context in which the backend does not pad or truncate, and treats the spelling of special tokens as text, or as
-    ``special``."""
-    before, padding, truncation = backend.encode_special_tokens, backend.padding, backend.truncation
+def _plain(tokenizer: PreTrainedTokenizerFast, *, special: bool = False) -> Tokenizer:
+    """The backend, set so that it neither pads nor truncates and treats the spelling of special tokens as text, or as
+    ``special``. transformers sets all three again whenever it calls it."""
+    backend = require_fast(tokenizer)
     backend.encode_special_tokens = not special
     backend.no_padding()
     backend.no_truncation()
-    try:
-        yield backend
-    finally:
-        backend.encode_special_tokens = before
-        if padding is not None:
-            backend.enable_padding(**padding)
-        if truncation is not None:
-            backend.enable_truncation(**truncation)
+    return backend

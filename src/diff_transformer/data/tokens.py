@@ -35,7 +35,6 @@ TOKENS, DOCUMENTS = ".tokens", ".documents"
 DOCUMENT_DTYPE = "<i8"
 _DECODED_BYTES = 8_000_000
 _OPEN_AT_ONCE = 128  # each memory map holds a file open
-_READ_BYTES = 1 << 24
 
 
 def is_prepared(folder: Path | str) -> bool:
@@ -81,16 +80,31 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def wrong_size(folder: Path | str, task: int, record: dict[str, Any], dtype: str) -> str | None:
-    """The first file of a task that is missing or has the wrong size, as a message; None if there is none."""
+def shard(folder: Path | str, split: str, task: int, ending: str) -> Path:
+    """A file of a task."""
+    return Path(folder) / SHARDS / f"{split}-{task:05d}{ending}"
+
+
+def checksum(path: Path) -> str:
+    """BLAKE2b of a file's content, 32 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def damage(folder: Path | str, task: int, record: dict[str, Any], *, content: bool = False) -> str | None:
+    """The first file of a task that is missing or has another size than its record says, or with ``content`` another
+    checksum, as a message; None if there is none."""
+    width = np.dtype(read_plan(folder)["dtype"]).itemsize
     for split in SPLITS:
-        sizes = {TOKENS: np.dtype(dtype).itemsize * record[split]["tokens"], DOCUMENTS: 8 * record[split]["documents"]}
+        sizes = {TOKENS: width * record[split]["tokens"], DOCUMENTS: 8 * record[split]["documents"]}
         for ending, expected in sizes.items():
-            path = Path(folder) / SHARDS / f"{split}-{task:05d}{ending}"
+            path = shard(folder, split, task, ending)
             size = path.stat().st_size if path.exists() else None
             if size != expected:
                 actual = "is missing" if size is None else f"has {size:,} bytes"
                 return f"{path} {actual}, {expected:,} bytes expected"
+            if content and checksum(path) != record[split]["checksums"][ending]:
+                return f"{path} has another checksum than when it was written: its content has changed"
     return None
 
 
@@ -100,34 +114,15 @@ def verify(folder: Path | str) -> list[str]:
     Raises:
         UserError: for a folder that is not prepared.
     """
-    problems, dtype, records = [], read_plan(folder)["dtype"], read_records(folder)
-    for task, record in enumerate(records):
-        problem = f"task {task} has not finished" if record is None else wrong_size(folder, task, record, dtype)
-        if record is not None and problem is None:
-            problem = wrong_content(folder, task, record)
+    problems = []
+    for task, record in enumerate(read_records(folder)):
+        problem = f"task {task} has not finished" if record is None else damage(folder, task, record, content=True)
         problems += [problem] if problem else []
     try:
         load_prepared_tokenizer(folder)
     except UserError as error:
         problems.append(str(error))
     return problems
-
-
-def wrong_content(folder: Path | str, task: int, record: dict[str, Any]) -> str | None:
-    """The first file of a task whose checksum has changed, as a message; None if there is none."""
-    for split in SPLITS:
-        for ending, expected in record[split]["checksums"].items():
-            path, digest = Path(folder) / SHARDS / f"{split}-{task:05d}{ending}", new_digest()
-            with path.open("rb") as file:
-                while data := file.read(_READ_BYTES):
-                    digest.update(data)
-            if digest.hexdigest() != expected:
-                return f"{path} has checksum {digest.hexdigest()}, {expected} expected: its content has changed"
-    return None
-
-
-def new_digest():
-    return hashlib.blake2b(digest_size=16)
 
 
 class Shards:
@@ -145,14 +140,14 @@ class Shards:
     """
 
     def __init__(self, folder: Path | str, split: str, *, check: bool = True):
-        self.folder, self.split = Path(folder), split
-        self.dtype, records = np.dtype(read_plan(folder)["dtype"]), read_records(folder)
-        self._records: list[dict[str, Any]] = [record[split] for record in records if record is not None]
-        if len(self._records) < len(records):
-            raise UserError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
-        problems = (wrong_size(folder, task, record, self.dtype.str) for task, record in enumerate(records) if record)
-        if check and (problem := next(filter(None, problems), None)):
-            raise UserError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
+        self.folder, self.split, self.dtype = Path(folder), split, np.dtype(read_plan(folder)["dtype"])
+        self._records: list[dict[str, Any]] = []
+        for task, record in enumerate(read_records(folder)):
+            if record is None:
+                raise UserError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
+            if check and (problem := damage(folder, task, record)):
+                raise UserError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
+            self._records.append(record[split])
         self.num_documents = sum(record["documents"] for record in self._records)
         self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
         self._starts = self._ends - [record["tokens"] for record in self._records]
@@ -178,7 +173,7 @@ class Shards:
                 yield self._map(number, DOCUMENTS) + self._starts[number]
 
     def _open(self, number: int, ending: str) -> np.ndarray:
-        path = self.folder / SHARDS / f"{self.split}-{number:05d}{ending}"
+        path = shard(self.folder, self.split, number, ending)
         return np.memmap(path, self.dtype if ending == TOKENS else DOCUMENT_DTYPE, mode="r")
 
 
@@ -192,9 +187,6 @@ class PreparedCorpus(PackedCorpus):
     """
 
     tokens: Shards
-
-    def __init__(self, tokens: Shards, length: int, *, seed: int = 0):
-        super().__init__(tokens, length, seed=seed)
 
     def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
         rng = training_rng(self.seed, "prepared", epoch)
@@ -219,12 +211,10 @@ class LongDocuments(PreparedCorpus):
     memory, 32 bytes each.
 
     Raises:
-        UserError: if no document is long, or threshold or factor is below 1.
+        UserError: if no document is long.
     """
 
     def __init__(self, tokens: Shards, length: int, *, threshold: int, factor: int, seed: int = 0):
-        if threshold < 1 or factor < 1:
-            raise UserError(f"threshold {threshold} and factor {factor} must be at least 1")
         super().__init__(tokens, length, seed=seed)
         bounds = np.concatenate([*tokens.document_starts(), [len(tokens)]])
         long = np.flatnonzero(np.diff(bounds) >= threshold)
@@ -242,15 +232,6 @@ class LongDocuments(PreparedCorpus):
         self.num_other = len(tokens) - int(self._long_before[-1])
         self._other_windows = self.num_other // length
         self.num_windows = self._other_windows + factor * int(self._rows_before[-1])
-
-    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        positions = np.empty((count, self.length), np.int64)
-        indices = np.arange(first, first + count)
-        for epoch in np.unique(indices // self.num_windows):
-            mine = indices // self.num_windows == epoch
-            positions[mine] = self._positions(int(epoch), indices[mine] % self.num_windows)
-        input_ids = self.tokens[positions].astype(np.int64)
-        return input_ids, input_ids.copy()
 
     def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Positions of the tokens of the rows at ``places`` of an epoch: int64 [places, length]."""

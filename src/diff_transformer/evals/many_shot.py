@@ -50,10 +50,8 @@ class Settings:
     """Many-shot classification."""
 
     # "python" (which module a docstring is from; offline), "hub:trec", "hub:trec-fine", "hub:banking77",
-    # "hub:clinic150", or a path: a folder with a training and a test file (TREC's .label, Banking-77's .csv, .jsonl)
+    # "hub:clinic150", or a path: a file, or a folder with a training and a test file (.csv, .json, .jsonl, .parquet)
     data: str = "python"
-    # The 50 classes of TREC instead of its 6.
-    fine: bool = False
     # Numbers of examples to measure at.
     shots: tuple[int, ...] = ()
     # Prompt lengths to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
@@ -80,7 +78,7 @@ QUICK = {"samples": 16, "order_seeds": 3}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Many-shot classification with ``settings``."""
-    return evaluate_many_shot(lm, load_labelled(settings.data, fine=settings.fine), settings, samples)
+    return evaluate_many_shot(lm, load_labelled(settings.data), settings, samples)
 
 
 def evaluate_many_shot(

@@ -50,8 +50,6 @@ QUICK = {"length": 128, "samples": 64, "training_bytes": 1_000_000}
 
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """Loss by slice with ``settings``."""
-    from diff_transformer.train.training_data import spread_rows
-
     require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")
     corpus = load_corpus(settings.corpus)
@@ -59,7 +57,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     held_out = PackedCorpus.from_documents(corpus.validation, lm.tokenizer, room, shuffle=False)
     result = evaluate_associative_recall(
         lm,
-        led(spread_rows(held_out, min(settings.samples, held_out.num_windows)), leading_ids(lm.tokenizer)),
+        led(torch.from_numpy(held_out.spread(settings.samples)), leading_ids(lm.tokenizer)),
         pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer),
         n=settings.ngram,
         frequent_share=settings.frequent_share,

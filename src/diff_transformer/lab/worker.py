@@ -156,13 +156,15 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
 
 def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus, or ``RECALL`` on rows like its own."""
+    import torch
+
     from diff_transformer.data.filler import Filler
     from diff_transformer.data.packing import PackedCorpus
     from diff_transformer.evals import allocation, needle
     from diff_transformer.evals.kv_recall import LONGER, evaluate_recall
     from diff_transformer.evals.outliers import evaluate_outliers
     from diff_transformer.evals.repeat_loss import evaluate_associative_recall
-    from diff_transformer.train.training_data import recall_source, spread_rows
+    from diff_transformer.train.training_data import recall_source
 
     settings, length = config.evaluation, config.data.length
     if name == RECALL:
@@ -172,7 +174,7 @@ def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
     if name in ("associative_recall", "outliers"):
         wanted = settings.loss_rows if name == "associative_recall" else settings.outlier_rows
         held_out = PackedCorpus.from_documents(data.corpus.validation, data.tokenizer, length, shuffle=False)
-        rows = spread_rows(held_out, min(wanted, held_out.num_windows))
+        rows = torch.from_numpy(held_out.spread(wanted))
         if name == "outliers":
             return evaluate_outliers(lm, rows)
         return evaluate_associative_recall(

@@ -9,9 +9,12 @@ from pydantic.dataclasses import dataclass
 from diff_transformer.settings import STRICT, NonNegativeInt, PositiveFloat, PositiveInt
 
 NO_CORPUS = "none"  # value of `data.corpus`
+SOURCES = ("text", "needles", "recall")
 
 
 def _shares(mixture: dict[str, float]) -> dict[str, float]:
+    if unknown := sorted({*mixture} - {*SOURCES}):
+        raise ValueError(f"no source is called {unknown[0]!r}; the sources are {', '.join(SOURCES)}")
     if not any(mixture.values()):
         raise ValueError('give at least one share above 0, such as {"text": 1.0}')
     return mixture
@@ -70,3 +73,8 @@ class DataConfig:
     documents: Literal["joined", "separate"] = "joined"
     needles: NeedleConfig = field(default_factory=NeedleConfig)
     recall: RecallConfig = field(default_factory=RecallConfig)
+
+    @property
+    def shares(self) -> dict[str, float]:
+        """The sources that are used, with their shares; the order is that of ``Rows.source``."""
+        return {name: share for name, share in self.mixture.items() if share > 0}

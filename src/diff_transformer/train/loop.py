@@ -35,7 +35,7 @@ from diff_transformer.train.run_folder import check_run_folder, run_folder, save
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
 from diff_transformer.train.telemetry import Utilisation, by_source, describe, telemetry, utilisation
-from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched, source_names
+from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched
 from diff_transformer.train.weights import choose_weights
 
 __all__ = ["Diverged", "Interrupted", "Trained", "train"]
@@ -283,7 +283,7 @@ def _values(run: Run, outcome: Outcome, rate: float, speed: "_Speed") -> dict:
     mfu = run.utilisation.of(per_second)
     if mfu is not None:
         values["mfu"] = mfu
-    sources = source_names(run.plan.config.data)
+    sources = [*run.plan.config.data.shares]
     if len(sources) > 1:
         nats, tokens = torch.tensor(outcome.nats), torch.tensor(outcome.tokens)
         values["loss_by_source"] = by_source(nats, tokens, sources)
@@ -292,7 +292,7 @@ def _values(run: Run, outcome: Outcome, rate: float, speed: "_Speed") -> dict:
 
 def _diverged(run: Run, folder: Path, done: int, outcome: Outcome) -> Diverged:
     """The error of a step whose loss or gradient is not finite, with the sources of the bad rows."""
-    sources = source_names(run.plan.config.data)
+    sources = [*run.plan.config.data.shares]
     present = [name for name, count in zip(sources, outcome.tokens, strict=True) if count]
     bad = [name for name, total in zip(sources, outcome.nats, strict=True) if not math.isfinite(total)]
     where = f"not finite on rows of {', '.join(bad)}" if bad else f"on rows of {', '.join(present)}"

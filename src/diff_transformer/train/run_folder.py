@@ -106,14 +106,13 @@ def training_facts(config: RunConfig) -> dict[str, str]:
     data, settings, optim = config.data, config.train, config.optim
     corpora = data.corpora or {data.corpus: 1.0}
     tokens = settings.steps * settings.batch_size * data.length
-    shares = {name: share for name, share in data.mixture.items() if share > 0}
     initial = settings.initial_model
     facts = {
         "recipe": config.name,
         "steps": f"{settings.steps:,}, each of {settings.batch_size} rows of {data.length:,} tokens",
         "tokens": f"{tokens:,}",
         "corpus": ", ".join(_named(name, weight, len(corpora)) for name, weight in corpora.items()),
-        "sources of rows": ", ".join(_named(name, share, len(shares)) for name, share in shares.items()),
+        "sources of rows": ", ".join(_named(name, share, len(data.shares)) for name, share in data.shares.items()),
         "optimizer": f"AdamW, learning rate {optim.lr:g} after {optim.warmup_steps:,} steps of warm-up, falling "
         f"linearly to {optim.lr * optim.final_lr_ratio:g}; weight decay {optim.weight_decay:g}",
         "precision": settings.precision,

@@ -17,7 +17,7 @@ from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, mostly, predicted, token_weights
 from diff_transformer.train.parallelize import batch_part, reshard, sum_over_replicas
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
-from diff_transformer.train.training_data import Rows, mixture_shares, model_inputs, without_first_tokens
+from diff_transformer.train.training_data import Rows, model_inputs, without_first_tokens
 
 VALIDATION_ROWS = 16  # rows of a forward pass, at most
 _PRIME = 1_000_003
@@ -72,7 +72,7 @@ class Stepper:
         self.model.train()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        shares, micro_batch = mixture_shares(config.data), config.train.rows_of_a_pass(self.batch_part.size)
+        shares, micro_batch = [*config.data.shares.values()], config.train.rows_of_a_pass(self.batch_part.size)
         dense = mostly(predicted(rows.labels))  # of rows that the host still has
         ids, labels, source = fabric.to_device(rows)
         counts = self._sum(count_by_source(labels, source, len(shares)), self.batch_part.size)

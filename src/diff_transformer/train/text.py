@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from itertools import chain
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,7 +13,7 @@ from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.mixture import RowSource, WeightedCorpora, apportion
 from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash
+from diff_transformer.data.tokenizer import ids_in_rows, tokenizer_hash
 from diff_transformer.data.tokens import (
     LongDocuments,
     PreparedCorpus,
@@ -43,16 +42,12 @@ class Text:
     source: RowSource  # rows to train on
     parts: dict[str, PackedCorpus]  # training rows by corpus
     held_out: dict[str, PackedCorpus]  # held-out rows by corpus
-    weights: dict[str, float] = field(default_factory=dict)  # by corpus
+    weights: dict[str, float]  # by corpus
 
     def validation_rows(self, count: int) -> np.ndarray:
         """At most ``count`` held-out rows, spread evenly over each corpus: int64 [rows, length]."""
-        rows = []
-        for name, share in apportion(self.weights, count).items():
-            packed = self.held_out[name]
-            share = min(share, packed.num_windows)
-            rows += [packed.rows(packed.num_windows * i // share, 1)[0] for i in range(share)]
-        return np.concatenate(rows)
+        shares = apportion(self.weights, count)
+        return np.concatenate([packed.spread(shares[name]) for name, packed in self.held_out.items() if shares[name]])
 
     def tokens(self, limit: int = _TOKENS_COUNTED) -> np.ndarray:
         """Training tokens [N] to count n-grams in.
@@ -65,23 +60,19 @@ class Text:
         return np.concatenate([packed.tokens[: shares[name]] for name, packed in self.parts.items()])
 
 
-def load_text(
-    data: DataConfig, seed: int, make_tokenizer: Callable[[Corpus], PreTrainedTokenizerFast], vocab_size: int
-) -> Text:
+def load_text(data: DataConfig, seed: int, make_tokenizer: Callable[[Corpus], PreTrainedTokenizerFast]) -> Text:
     """The text that ``data.corpus`` or ``data.corpora`` names.
 
     Args:
         seed: of the order of the rows.
         make_tokenizer: called with a corpus in memory; prepared folders have their own tokenizer.
-        vocab_size: of the model, which limits the tokenizer of prepared folders.
 
     Raises:
-        ValueError, FileNotFoundError: for text or a tokenizer that cannot be loaded, or folders and settings that do
-            not fit together.
+        UserError: for text or a tokenizer that cannot be loaded, or folders and settings that do not fit together.
     """
     folders = data.corpora or ({data.corpus: 1.0} if is_prepared(data.corpus) else {})
     if folders:
-        return _prepared(data, folders, seed, vocab_size)
+        return _prepared(data, folders, seed)
     if data.upsample_length:
         raise UserError(
             f"data.upsample_length needs a prepared folder, and data.corpus is {data.corpus!r}; make one with "
@@ -102,15 +93,22 @@ def prepared_vocabulary(data: DataConfig) -> int | None:
 
 
 def _tokens(documents: list[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
-    key = fingerprint(
-        (document.text for document in documents), "tokens", tokenizer_hash(tokenizer), tokenizer.eos_token_id
-    )
+    texts = (document.text for document in documents)
+    key = fingerprint(texts, "tokens", tokenizer_hash(tokenizer), tokenizer.eos_token_id)
     return cached(key, lambda: pack_documents(documents, tokenizer))
 
 
-def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size: int) -> Text:
-    tokenizer = _one_tokenizer(data, list(folders), vocab_size)
-    parts, held_out = {}, {}
+def _prepared(data: DataConfig, folders: dict[str, float], seed: int) -> Text:
+    tokenizers = [read_plan(name)["tokenizer"] for name in folders]
+    if different := [name for name, about in zip(folders, tokenizers, strict=True) if about != tokenizers[0]]:
+        first, *_ = folders
+        raise UserError(
+            f"{different[0]} was prepared with another tokenizer than {first}; prepare all with one, say "
+            f"`--tokenizer {first}/tokenizer`"
+        )
+    parts: dict[str, PackedCorpus] = {}
+    held_out: dict[str, PackedCorpus] = {}
+    documents: tuple[list[Document], list[Document]] = ([], [])
     for name in folders:
         shards, validation = (Shards(name, side, check=is_first()) for side in ("train", "validation"))
         if len(validation) < data.length:
@@ -125,44 +123,9 @@ def _prepared(data: DataConfig, folders: dict[str, float], seed: int, vocab_size
             )
         else:
             parts[name] = PreparedCorpus(shards, data.length, seed=seed)
+        decoded = decoded_corpus(name)
+        documents[0].extend(decoded.train)
+        documents[1].extend(decoded.validation)
     source = next(iter(parts.values())) if len(parts) == 1 else WeightedCorpora(parts, folders, seed)
-    decoded = [decoded_corpus(name) for name in folders]
-    corpus = Corpus(
-        ", ".join(folders),
-        list(chain.from_iterable(part.train for part in decoded)),
-        list(chain.from_iterable(part.validation for part in decoded)),
-        "as prepared",
-    )
-    return Text(corpus, tokenizer, source, parts, held_out, dict(folders))
-
-
-def _one_tokenizer(data: DataConfig, folders: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """The tokenizer that all folders share; it must be the one of ``data.tokenizer`` unless that is "bpe"."""
-    hashes = {name: read_plan(name)["tokenizer"]["hash"] for name in folders}
-    if len(set(hashes.values())) > 1:
-        listed = ", ".join(f"{name} ({found})" for name, found in hashes.items())
-        raise UserError(
-            f"the folders were prepared with different tokenizers: {listed}; prepare all with one, say "
-            f"`--tokenizer {folders[0]}/tokenizer`"
-        )
-    ends = {name: read_plan(name)["tokenizer"]["end_of_text"] for name in folders}
-    if len(set(ends.values())) > 1:
-        listed = ", ".join(f"{name} ({found})" for name, found in ends.items())
-        raise UserError(
-            f"the folders end their documents with different tokens: {listed}; prepare all with one tokenizer"
-        )
-    tokenizer = load_prepared_tokenizer(folders[0])
-    if data.tokenizer != "bpe":
-        asked = tokenizer_hash(load_tokenizer(data.tokenizer))
-        if asked != hashes[folders[0]]:
-            raise UserError(
-                f"data.tokenizer {data.tokenizer!r} has hash {asked}, {folders[0]} was prepared with a tokenizer of "
-                f"hash {hashes[folders[0]]}; leave data.tokenizer at 'bpe' to use the folder's own, or prepare again"
-            )
-    size = ids_in_rows(tokenizer)
-    if size > vocab_size:
-        raise UserError(
-            f"texts of {folders[0]} have ids up to {size - 1}, model.vocab_size is {vocab_size}; set model.vocab_size "
-            f"to at least {size}"
-        )
-    return tokenizer
+    corpus = Corpus(", ".join(folders), *documents, "as prepared")
+    return Text(corpus, load_prepared_tokenizer(next(iter(folders))), source, parts, held_out, dict(folders))

@@ -13,14 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.data.cache import MIN_CHARACTERS, cached, fingerprint
+from diff_transformer.data.cache import cached, fingerprint
 from diff_transformer.data.documents import Corpus
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.kv_recall_task import RecallSource, answer_labels, make_recall_batch
-from diff_transformer.data.mixture import Mixture, RowSource
+from diff_transformer.data.mixture import Mixture
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
-from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_of, train_tokenizer
 from diff_transformer.errors import UserError
@@ -32,7 +31,6 @@ from diff_transformer.train.text import Text, load_text
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-SOURCES = ("text", "needles", "recall")
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
 _TOKENIZER_NEEDLES = 20_000
 
@@ -58,10 +56,7 @@ class TrainingData:
         """A digest of the first batch and of the held-out rows: another text or tokenizer gives another one."""
         arrays = [self.mixture.batch(0)["input_ids"], self.validation.numpy()]
         arrays += [ids.numpy() for ids, _ in self.questions.values()]
-        found = hashlib.blake2b(digest_size=8)
-        for array in arrays:
-            found.update(array.tobytes())
-        return found.hexdigest()
+        return hashlib.blake2b(b"".join(array.tobytes() for array in arrays), digest_size=8).hexdigest()
 
 
 class Rows(NamedTuple):
@@ -89,37 +84,37 @@ def load_training_data(config: RunConfig) -> TrainingData:
     """The data of a run: the same on every machine that has the same corpus.
 
     Raises:
-        ValueError, FileNotFoundError: for a corpus, tokenizer or mixture that cannot be loaded.
+        UserError: for a corpus or tokenizer that cannot be loaded, or that does not fit the model or the mixture.
     """
     data, seed = config.data, config.train.seed
-    names = source_names(data)
-    unknown = sorted(set(names) - set(SOURCES))
-    if unknown:
-        raise UserError(f"data.mixture names {', '.join(unknown)}; the sources are {', '.join(SOURCES)}")
-    vocab_size, rows = vocabulary_size(config), config.train.validation_rows
-    sources: dict[str, RowSource] = {}
+    shares, vocab_size, rows = data.shares, vocabulary_size(config), config.train.validation_rows
+    text, corpus, sources, questions = None, Corpus(NO_CORPUS, [], [], "no text"), {}, {}
     if data.corpus != NO_CORPUS:
-        text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size), vocab_size)
+        text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size))
         corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source
-    else:
-        if names != ["recall"] or data.tokenizer == "bpe":
-            raise UserError(
-                f"data.corpus is {NO_CORPUS!r}, and data.mixture {data.mixture} or data.tokenizer {data.tokenizer!r} "
-                'needs text; give a corpus, or data.mixture={"recall": 1.0} and data.tokenizer=bytes'
-            )
-        text, corpus = None, Corpus(NO_CORPUS, [], [], "no text")
+    elif [*shares] == ["recall"] and data.tokenizer != "bpe":
         tokenizer = make_tokenizer(data, corpus, vocab_size)
-    questions = {}
-    if "needles" in names:
+    else:
+        raise UserError(
+            f"data.corpus is {NO_CORPUS!r}, and data.mixture {data.mixture} or data.tokenizer {data.tokenizer!r} "
+            'needs text; give a corpus, or data.mixture={"recall": 1.0} and data.tokenizer=bytes'
+        )
+    size = ids_in_rows(tokenizer)
+    if size > vocab_size:
+        raise UserError(
+            f"texts in the tokenizer of this run have ids up to {size - 1}, model.vocab_size is {vocab_size}; set "
+            f"model.vocab_size to at least {size}, or give the tokenizer of train.initial_model"
+        )
+    if "needles" in shares:
         filler = Filler(corpus.train)
         sources["needles"] = _needle_source(config, filler, tokenizer)
         questions["needles"] = _needle_source(config, filler, tokenizer, held_out=True).rows(0, rows)
-    if "recall" in names:
+    if "recall" in shares:
         sources["recall"] = source = recall_source(config, tokenizer)
         rng = evaluation_rng(config.evaluation.seed, "recall", "validation")
-        made = make_recall_batch(rng, source.vocabulary, source.task, rows)
-        questions["recall"] = made.ids, answer_labels(made.ids, made.answers)
-    mixture = Mixture({name: sources[name] for name in names}, _positive(data.mixture), config.train.batch_size, seed)
+        drawn = make_recall_batch(rng, source.vocabulary, source.task, rows)
+        questions["recall"] = drawn.ids, answer_labels(drawn.ids, drawn.answers)
+    mixture = Mixture({name: sources[name] for name in shares}, shares, config.train.batch_size, seed)
     held_out = {name: (torch.from_numpy(ids), torch.from_numpy(labels)) for name, (ids, labels) in questions.items()}
     if text is not None:
         validation = labels = torch.from_numpy(text.validation_rows(rows))
@@ -146,8 +141,7 @@ def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bo
 
 def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> RecallSource:
     """The rows of recall that a run of ``config`` trains on."""
-    recall = config.data.recall
-    task = asdict(recall)
+    task = asdict(config.data.recall)
     return RecallSource(
         tokenizer,
         seed=config.train.seed,
@@ -158,54 +152,29 @@ def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> Re
     )
 
 
-def source_names(data: DataConfig) -> list[str]:
-    """The sources that are used; the order is that of ``Rows.source``."""
-    return list(_positive(data.mixture))
-
-
-def mixture_shares(data: DataConfig) -> list[float]:
-    """The share of each source of ``source_names``."""
-    return list(_positive(data.mixture).values())
-
-
-def _positive(shares: dict[str, float]) -> dict[str, float]:
-    return {name: share for name, share in shares.items() if share > 0}
-
-
 def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTrainedTokenizerFast":
     """The tokenizer that ``data.tokenizer`` asks for.
 
     "bpe" is trained on the corpus and, if the mixture has needles, on needle sentences.
-
-    Raises:
-        ValueError: if it has more tokens than the model's vocabulary.
     """
-    if data.tokenizer == "bpe":
-        size, texts = 0, []
-        for document in corpus.train:
-            texts.append(document.text)
-            size += document.num_bytes
-            if size > _TOKENIZER_BYTES:
-                break
-        needles, first, least = (), None, MIN_CHARACTERS
-        if "needles" in source_names(data):
-            needles, first = needle_texts(_TOKENIZER_NEEDLES), next(needle_texts(1))  # which stands for their wording
-            least = 0  # they are long enough by themselves
+    if data.tokenizer != "bpe":
+        return load_tokenizer(data.tokenizer)
+    size, texts = 0, []
+    for document in corpus.train:
+        texts.append(document.text)
+        size += document.num_bytes
+        if size > _TOKENIZER_BYTES:
+            break
+    needles, first = (), None
+    if "needles" in data.shares:
+        needles, first = needle_texts(_TOKENIZER_NEEDLES), next(needle_texts(1))  # which stands for their wording
 
-        def trained() -> np.ndarray:
-            state = train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str()
-            return np.frombuffer(state.encode(), np.uint8)
+    def trained() -> np.ndarray:
+        state = train_tokenizer(chain(texts, needles), vocab_size).backend_tokenizer.to_str()
+        return np.frombuffer(state.encode(), np.uint8)
 
-        state = cached(fingerprint(texts, "tokenizer", vocab_size, first, least=least), trained)
-        return tokenizer_of(state.tobytes().decode())
-    tokenizer = load_tokenizer(data.tokenizer)
-    size = ids_in_rows(tokenizer)
-    if size > vocab_size:
-        raise UserError(
-            f"texts in the tokenizer {data.tokenizer!r} have ids up to {size - 1}, model.vocab_size is {vocab_size}; "
-            f"set model.vocab_size to at least {size}, or give the tokenizer of train.initial_model"
-        )
-    return tokenizer
+    state = cached(fingerprint(texts, "tokenizer", vocab_size, first), trained)
+    return tokenizer_of(state.tobytes().decode())
 
 
 def make_rows(data: TrainingData, config: RunConfig, part: BatchPart, step: int) -> Rows:
@@ -232,12 +201,6 @@ def model_inputs(ids: Tensor, documents: str, eos_id: int) -> dict:
 
     split = split_documents(ids, eos_id)
     return {"input_ids": ids, "cu_seq_lens_q": split.cu_seqlens, "max_length_q": split.longest}
-
-
-def spread_rows(packed: PackedCorpus, count: int) -> Tensor:
-    """``count`` windows spread evenly over a corpus, int64 [count, length]."""
-    indices = [packed.num_windows * i // count for i in range(count)]
-    return torch.cat([torch.from_numpy(packed.rows(index, 1)[0]) for index in indices])
 
 
 T = TypeVar("T")

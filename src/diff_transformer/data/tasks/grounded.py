@@ -14,10 +14,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.python_tasks import lookups, summaries
-from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of, suffix_of
+from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.errors import UserError
 
@@ -30,10 +29,7 @@ HUB = {  # name -> repository, configuration, split, revision
     "2wikimultihopqa": ("framolfese/2WikiMultihopQA", None, "validation", None),
 }
 UNANSWERABLE = "unanswerable"
-ACCEPTED = (
-    f"'python', 'hub:NAME' (NAME one of {', '.join(HUB)}, all, or OWNER/SET), or a file ({', '.join(SUFFIXES)}) or a "
-    "folder of them"
-)
+ACCEPTED = f"'python', 'hub:NAME' (NAME one of {', '.join(HUB)}, all, or OWNER/SET), or a file ({', '.join(SUFFIXES)})"
 
 
 def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> dict[str, list[GroundedItem]]:
@@ -41,18 +37,15 @@ def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> di
 
     Args:
         data: "python" (made from the running Python's documentation), "hub:xsum", "hub:all" (the six sets of Table 4),
-            "hub:OWNER/SET", a file, a folder of files; or several of these, separated by commas.
+            "hub:OWNER/SET", a file; or several of these, separated by commas.
         samples: items of each set, drawn by ``seed``; None for all, in their order.
 
     Raises:
         UserError: for a path that does not exist, an unknown format, or a set that cannot be downloaded.
     """
-    require_positive(samples=samples)
     sets: dict[str, list[GroundedItem]] = {}
     for source in filter(None, (part.strip() for part in data.split(","))):
         for name, items in _source(source, seed):
-            if name in sets:
-                raise UserError(f"two sets are called {name!r} in {data!r}; rename one of the files")
             if samples is not None:
                 items = [items[i] for i in evaluation_rng(seed, "grounded", name).permutation(len(items))[:samples]]
             sets[name] = items
@@ -72,10 +65,7 @@ def _source(source: str, seed: int) -> Iterator[tuple[str, list[GroundedItem]]]:
             rows = rows_of(f"hub:{repository}", config=config, split=split, revision=revision)
             yield each.rsplit("/", 1)[-1], _items(rows, source)
     else:
-        path = Path(source)
-        files = sorted(p for p in path.iterdir() if suffix_of(p) in SUFFIXES) if path.is_dir() else [path]
-        for file in files:
-            yield stem_of(file), _items(rows_of(str(file)), file)
+        yield stem_of(Path(source)), _items(rows_of(source), source)
 
 
 def _items(rows: list[dict], source: object) -> list[GroundedItem]:

@@ -16,7 +16,7 @@ import functools
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,22 +64,12 @@ def lookups(seed: int = 0) -> list[GroundedItem]:
 
 def descriptions(seed: int = 0) -> list[MultipleChoiceItem]:
     """Multiple choice: which of four descriptions belongs to a name."""
-    entries = documented()
-    items = []
-    for index, entry in enumerate(entries):
-        choices, answer = _choices(entries, index, seed, "summary")
-        items.append(MultipleChoiceItem(f"What does {entry.name} do?", choices, answer))
-    return _shuffled(items, seed, "descriptions")
+    return _choices(seed, "descriptions", "summary", lambda entry: f"What does {entry.name} do?")
 
 
 def names(seed: int = 0) -> list[MultipleChoiceItem]:
     """Multiple choice: which of four names belongs to a description."""
-    entries = documented()
-    items = []
-    for index, entry in enumerate(entries):
-        choices, answer = _choices(entries, index, seed, "name")
-        items.append(MultipleChoiceItem(f"Which name has this description? {entry.summary}", choices, answer))
-    return _shuffled(items, seed, "names")
+    return _choices(seed, "names", "name", lambda entry: f"Which name has this description? {entry.summary}")
 
 
 @functools.cache
@@ -121,11 +111,16 @@ def documented_in(tree: ast.Module) -> list[Documented]:
     return names
 
 
-def _choices(entries, index: int, seed: int, field: str) -> tuple[tuple[str, ...], int]:
-    rng = evaluation_rng(seed, "choices", field, index)
-    picked = [index, *_others(rng, entries, index, CHOICES - 1)]
-    order = [int(i) for i in rng.permutation(CHOICES)]
-    return tuple(getattr(entries[picked[i]], field) for i in order), order.index(0)
+def _choices(seed: int, key: str, field: str, ask: Callable[[Documented], str]) -> list[MultipleChoiceItem]:
+    """A question for each documented name, to be answered by its ``field`` among those of three others."""
+    entries, items = documented(), []
+    for index, entry in enumerate(entries):
+        rng = evaluation_rng(seed, "choices", field, index)
+        picked = [index, *_others(rng, entries, index, CHOICES - 1)]
+        order = [int(i) for i in rng.permutation(CHOICES)]
+        choices = tuple(getattr(entries[picked[i]], field) for i in order)
+        items.append(MultipleChoiceItem(ask(entry), choices, order.index(0)))
+    return _shuffled(items, seed, key)
 
 
 def _others(rng, entries, index: int, count: int) -> list[int]:

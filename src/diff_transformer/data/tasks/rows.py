@@ -5,8 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_extra
-from diff_transformer.data.documents import decoded
-from diff_transformer.data.sources import PACKED_SUFFIXES, unpacked
+from diff_transformer.data.sources import PACKED_SUFFIXES, read_text
 from diff_transformer.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -25,9 +24,9 @@ def rows_of(name: str, *, config: str | None = None, split: str | None = None, r
             cannot be downloaded.
     """
     path = Path(name).expanduser()
-    if not name.startswith("hub:") and (not path.is_file() or suffix_of(path) not in SUFFIXES):
-        raise UserError(f"no file at {name}; give {', '.join(SUFFIXES)}, also .gz, .zst, .bz2, .xz, or hub:NAME")
     kind = suffix_of(path)
+    if not name.startswith("hub:") and (not path.is_file() or kind not in SUFFIXES):
+        raise UserError(f"no file at {name}; give {', '.join(SUFFIXES)}, also .gz, .zst, .bz2, .xz, or hub:NAME")
     rows = _json(path) if kind in (".json", ".jsonl") else _dataset(name, kind, config, split, revision)
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no rows; give JSON lines, or a JSON list, of objects")
@@ -46,22 +45,17 @@ def stem_of(path: Path) -> str:
 
 
 def _json(path: Path) -> list:
-    try:
-        with path.open("rb") as raw:
-            data = unpacked(raw, str(path)).read()
-    except Exception as error:  # each compression library raises its own errors
-        raise UserError(f"{path} cannot be read ({first_line(error)})") from error
-    text = decoded(str(path), data)
+    text = read_text(path)
     try:
         value = json.loads(text)
         return value if isinstance(value, list) else [value]
-    except (ValueError, RecursionError):
-        lines = [(number, line) for number, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    except ValueError:  # perhaps JSON lines
+        pass
     rows = []
-    for number, line in lines:
+    for number, line in enumerate(text.split("\n"), start=1):
         try:
-            rows.append(json.loads(line))
-        except (ValueError, RecursionError) as error:
+            rows += [json.loads(line)] if line.strip() else []
+        except ValueError as error:
             raise UserError(f"{path}, line {number} is not JSON: {first_line(error)}") from None
     return rows
 

@@ -38,7 +38,7 @@ class LabelledSet:
     """A labelled set for many-shot classification.
 
     Raises:
-        UserError: for an empty side, fewer than two labels, or a label that only ``test`` has.
+        UserError: for fewer than two labels, or a label that only ``test`` has.
     """
 
     name: str
@@ -48,14 +48,13 @@ class LabelledSet:
     label_name: str = "Label"  # the word for a label in a prompt
 
     def __post_init__(self):
-        if not self.train or not self.test or len(self.labels) < 2:
+        unknown = {example.label for example in self.test} - set(self.labels)
+        if not self.test or len(self.labels) < 2 or unknown:
             raise UserError(
-                f"{self.name} has {len(self.train)} training and {len(self.test)} test texts of {len(self.labels)} "
-                "labels; give at least one of each, and two labels"
+                f"{self.name} has {len(self.train)} training texts of {len(self.labels)} labels and {len(self.test)} "
+                f"test texts, {len(unknown)} of whose labels no training text has; give two labels or more, on both "
+                "sides"
             )
-        unknown = sorted({example.label for example in self.test} - set(self.labels))
-        if unknown:
-            raise UserError(f"{self.name}: the test labels {', '.join(unknown[:5])} are not among the training labels")
 
     @property
     def labels(self) -> tuple[str, ...]:
