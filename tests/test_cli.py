@@ -105,7 +105,7 @@ def test_info_of_a_folder_says_its_sizes(tmp_path):
         assert said in shown
     save_tiny_model(tmp_path / "ours", attention="diff_v2")
     (tmp_path / "ours" / "config.json").write_text(json.dumps({"model_type": "gpt2", "num_hidden_layers": 2}))
-    assert "a 'gpt2' model" in cli("info", tmp_path / "ours").stdout
+    assert "a 'gpt2' model" in cli("info", tmp_path / "ours").stdout.replace("\n", " ")
     assert "with it, only --length" in cli("info", tmp_path / "ours", "--gpus", 2).stderr
 
 
@@ -269,6 +269,26 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
     assert out.stderr.startswith("error: ")
     assert message in out.stderr
     assert "Traceback" not in out.stderr
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("train --recipe debug", "20 steps of 8 rows of 96 tokens, 15,360 in all, of python"),
+        ("compare --recipe debug --seeds 2", "6 runs (DIFF, Transformer, Transformer + head norm): 92,160 tokens"),
+        ("study ablation", "21 runs ("),
+        (
+            "eval needle --model debug --set lengths=[64,96] --samples 3",
+            "on debug (37,120 parameters)\n  needle: 120 prompts or rows, 9,600 tokens\nless than two minutes",
+        ),
+        ("eval all --quick --model debug --limit 2", "allocation: 10 prompts or rows, 1,240 tokens\n"),
+    ],
+)
+def test_a_dry_run_says_what_and_how_much_and_writes_nothing(command, said, tmp_path):
+    out = cli(*command.split(), "--out", tmp_path / "x", "--dry-run")
+    assert out.returncode == 0, out.stderr
+    assert said in out.stdout
     assert not (tmp_path / "x").exists()
 
 

@@ -138,8 +138,6 @@ def test_errors(filler, tokenizer):
         NeedleSource(filler, tokenizer, length=200, needles=(1, 2), queries=(2,))
     with pytest.raises(ValueError, match="every document needs a question"):
         NeedleSource(filler, tokenizer, length=200, needles=())
-    with pytest.raises(ValueError, match="questions_per_document must be at least 1"):
-        NeedleSource(filler, tokenizer, length=200, questions_per_document=0)
     with pytest.raises(ValueError, match="11 needles of 1 digits"):
         NeedleSource(filler, tokenizer, length=2000, needles=(11,), digits=1)
     bare = byte_tokenizer()

@@ -238,7 +238,6 @@ def test_folders_are_never_overwritten(config, tmp_path):
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ('data.mixture={"text": 1.0, "poems": 1.0}', "data.mixture names poems; the sources are text, needles, recall"),
         ("data.tokenizer=bytes", None),
         ("model.max_position_embeddings=64", "data.length is 96, more than model.max_position_embeddings 64"),
         ("data.corpus=/nowhere", "/nowhere"),

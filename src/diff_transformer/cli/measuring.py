@@ -4,11 +4,12 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from diff_transformer.cli.app import (
+    DryRun,
     Resume,
     Set,
     app,
@@ -60,8 +61,10 @@ def evaluate(
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
     resume: Resume = False,
+    dry_run: DryRun = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
+    from diff_transformer.lab.announce import amount, announced_experiments
     from diff_transformer.lab.evaluate import Plan, names_of
 
     computing()
@@ -71,7 +74,11 @@ def evaluate(
         names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
         device=device, dtype=dtype, batch_size=batch_size,
     )  # fmt: skip
-    with resumable(out, lambda: any(out.glob("*/*.jsonl*"))), _bars() as bar:
+    print(announced_experiments(plan))
+    if dry_run:
+        return
+    prompts = sum(amount(plan, name)[0] or 0 for name in plan.names) * len(plan.models)
+    with resumable(out, lambda: any(out.glob("*/*.jsonl*"))), _bar(prompts) as bar:
         failed = _evaluate(plan, out, resume, bar)
     if failed:
         raise typer.Exit(2)
@@ -118,19 +125,19 @@ def shown_number(value: float) -> str:
 
 
 @contextmanager
-def _bars() -> Generator:
-    """Progress bars, one per part of an experiment: ``bar(title)(part, done, total)``."""
+def _bar(prompts: int) -> Generator:
+    """One progress bar for all experiments, of ``prompts`` or as many as they turn out to have:
+    ``bar(title)(part, done, total)``."""
     with step_bars(transient=True) as progress:
+        task, parts = progress.add_task("loading", total=prompts or None), {}
 
         def bar(title: str):
-            tasks: dict[str, Any] = {}
-
             def show(part: str, done: int, total: int):
-                if part not in tasks:
-                    for task in list(progress.task_ids):
-                        progress.update(task, visible=False)
-                    tasks[part] = progress.add_task(f"{title}: {part}", total=total)
-                progress.update(tasks[part], completed=done, total=total)
+                parts[title, part] = done, total
+                finished, known = map(sum, zip(*parts.values(), strict=True))
+                progress.update(
+                    task, description=f"{title}: {part}", completed=finished, total=max(prompts, known), refresh=True
+                )
 
             return show
 

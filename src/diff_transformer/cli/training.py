@@ -95,26 +95,11 @@ def compare(
         config = configuration(name, given)
         if quick:
             config = shortened(config)
-        models = f"{(len(more) + 2) * seeds} models, each measured afterwards; each of them:"
-        if dry_run:
-            return print(f"{models}\n{planned(config)}" if source is None else f"{models} from {source}")
         cluster = executor(engine, out, address, gpus_per_run)
         run(
             config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster,
-            minutes=minutes, report=report,
+            minutes=minutes, report=report, dry_run=dry_run,
         )  # fmt: skip
-
-
-def planned(config) -> str:
-    """What a run of ``config`` would do with these processes; UserError if it cannot be done."""
-    import torch
-
-    from diff_transformer.train.plan import resolve, world_size
-    from diff_transformer.train.telemetry import describe, utilisation
-
-    plan, device = resolve(config, world_size()), torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    peak = config.train.peak_flops
-    return describe(plan, utilisation(plan.model, config.data.length, device, given=peak, devices=plan.world))
 
 
 @app.command()
@@ -126,11 +111,13 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
     from diff_transformer.train.ranks import is_first
 
     training()
+    from diff_transformer.train.loop import train as run
+    from diff_transformer.train.plan import resolve, world_size
+    from diff_transformer.train.telemetry import describe
+
     config = configuration(recipe, assignments)
     if dry_run:
-        return print(planned(config))
-    from diff_transformer.train.loop import train as run
-
+        return print(describe(resolve(config, world_size())))
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:
         task = bar.add_task("training", total=config.train.steps)
 
@@ -209,6 +196,7 @@ def study(
     engine: Engine = "local",
     address: Address = None,
     gpus_per_run: GPUsPerRun = None,
+    dry_run: DryRun = False,
 ):
     """Train and measure many small models with several seeds, in parts of any length."""
     from diff_transformer.lab.stages import load_stages
@@ -217,7 +205,9 @@ def study(
     training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
         stages, cluster = load_stages(name, corpus, assignments or []), executor(engine, out, address, gpus_per_run)
-        done = run_study(stages, out, minutes=minutes, jobs=jobs, executor=cluster)
+        done = run_study(stages, out, minutes=minutes, jobs=jobs, executor=cluster, dry_run=dry_run)
+    if dry_run:
+        return
     print(f"{done.finished} of {done.total} models finished: {out}")
     if done.finished != done.total:
         print("to continue, run the same command again")

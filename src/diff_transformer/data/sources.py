@@ -8,7 +8,6 @@ import io
 import json
 import lzma
 import os
-import reprlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +28,7 @@ KINDS = {**dict.fromkeys(TEXT_SUFFIXES, "text"), ".jsonl": "lines", ".ndjson": "
 PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".txz", ".zip", ".7z")
 VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
+_SHOWN = 80  # characters of a bad row
 HUB_OPTIONS = ("config", "split", "revision")
 ACCEPTED = (
     "'python', a text file, JSON lines (.jsonl), a .parquet file, a folder of these, or "
@@ -201,7 +201,7 @@ class Reader:
                     self.left_out["invalid"] += 1
                 else:
                     raise UserError(
-                        f"{source.path}, row {number} has no text in {self.field!r}: {reprlib.repr(row)}; give --field "
+                        f"{source.path}, row {number} has no text in {self.field!r}: {repr(row)[:_SHOWN]}; give --field "
                         "or leave such rows out (--skip-invalid)"
                     )
                 self.progress(position - done)

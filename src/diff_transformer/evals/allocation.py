@@ -59,6 +59,12 @@ class Settings:
 QUICK = {"length": 124, "samples": 4, "digits": 1}
 
 
+def amount(settings: Settings) -> tuple[int, int]:
+    """Prompts, and their tokens in all."""
+    prompts = len(settings.depths) * settings.samples
+    return prompts, prompts * settings.length
+
+
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")

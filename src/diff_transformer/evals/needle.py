@@ -87,6 +87,13 @@ class Settings:
 QUICK = {"length": 128, "cells": ((1, 1),), "samples": 8, "digits": 1}
 
 
+def amount(settings: Settings) -> tuple[int, int]:
+    """Prompts, and their tokens in all."""
+    lengths = settings.lengths or (settings.length,)
+    prompts = len(settings.cells) * len(settings.depths) * settings.samples
+    return prompts * len(lengths), prompts * sum(lengths)
+
+
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval needle``."""
     lengths = settings.lengths or (settings.length,)

@@ -22,7 +22,8 @@ from rich.console import Console
 from diff_transformer.checks import differences, first_line, read_json, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.lab.pool import Executor, announced, default_jobs, progress_bars, run_pool
+from diff_transformer.lab.announce import announced_runs
+from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, write_rows
@@ -56,6 +57,7 @@ def compare(
     minutes: float | None = None,
     report: bool = True,
     console=None,
+    dry_run: bool = False,
 ) -> Verdicts:
     """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
 
@@ -87,6 +89,7 @@ def compare(
         minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
         report: judge the claims and write ``report.html``, which needs the extra ``report``. Without it the rows are
             complete, and ``diff-transformer report OUT`` makes the page of them anywhere.
+        dry_run: only say what would be done.
 
     Returns:
         The verdicts on the claims, by the quantity's id and the other side (``lab/verdicts.py``), from the models that
@@ -135,14 +138,16 @@ def compare(
             jobs = start.fitting_jobs(config, jobs, console.print)
         if start.no_control:
             console.print(f"no control of as many parameters: {start.no_control}")
+    run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
+    specs = comparison_specs(config, names, seeds, run)
+    console.print(announced_runs(specs, here=executor is None), soft_wrap=True)
+    if dry_run:
+        return {}
     _prepare(config, out, seeds, resume, drawn=start is None)
     with locked(out):
         if start is not None:
             start.write(out)
-        run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
-        specs = comparison_specs(config, names, seeds, run)
         until = started + 60 * minutes if minutes else math.inf
-        console.print(announced(specs), soft_wrap=True)
         pool = partial(run_pool, jobs=jobs, executor=executor, until=until)
         about = {} if start is None else {"source": label_of(str(start.folder))}
         return _compare(config, out, names, seeds, specs, about, pool, console, started, report)

@@ -5,6 +5,7 @@ An experiment is a module with
     Settings            a frozen dataclass, filled by options and ``--set``; comments above the fields document them
     QUICK               the fields that ``--quick`` changes, to try everything in minutes on a small model
     run(lm, settings, samples) -> Result
+    amount(settings)    prompts and their tokens in all, for ``--dry-run``; by default ``samples`` of ``length`` tokens
 
 An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model,
 ``run_suite`` several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or

@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Protocol
@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, read_status, start_worker
 from diff_transformer.lab.rows import finished
-from diff_transformer.lab.sides import name_of
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Interrupted, Stopped
@@ -158,16 +157,6 @@ def _stop(working: dict[Path, Worker]) -> None:
         except subprocess.TimeoutExpired:
             logger.warning("%s takes its step to the end and saves; Ctrl-C stops it at once, unsaved", folder.name)
             worker.wait()
-
-
-def announced(specs: Sequence[RunSpec]) -> str:
-    """What some runs will do: models, tokens of training and experiments."""
-    sides = list(dict.fromkeys(name_of(spec.side) for spec in specs))
-    tokens = sum(spec.config.train.steps * spec.config.train.batch_size * spec.config.data.length for spec in specs)
-    experiments = ", ".join(dict.fromkeys(name for spec in specs for name in spec.measure))
-    shown = ", ".join(sides) if len(sides) <= 8 else f"{len(sides)} models"
-    words = f"{len(specs)} run{'s' * (len(specs) != 1)} ({shown}): {tokens:,} tokens of training"
-    return f"{words}, then {experiments}" if experiments else words
 
 
 @contextmanager

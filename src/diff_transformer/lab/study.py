@@ -19,13 +19,16 @@ from rich.console import Console
 from diff_transformer.checks import require_positive
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
-from diff_transformer.lab.pool import Executor, announced, default_jobs, progress_bars, run_pool
+from diff_transformer.lab.announce import announced_runs
+from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.record import load_run
 from diff_transformer.lab.rows import finished
 from diff_transformer.lab.spec import REQUEST, RunSpec
 from diff_transformer.lab.stages import Stage
 from diff_transformer.train.data_config import NO_CORPUS
 from diff_transformer.train.run_folder import LOCK, locked
+
+_UNKNOWN_RATE = 1e-3  # stands for one that a sweep is yet to choose
 
 
 @dataclass(frozen=True)
@@ -44,6 +47,7 @@ def run_study(
     jobs: int | None = None,
     executor: Executor | None = None,
     console=None,
+    dry_run: bool = False,
 ) -> Progressed:
     """Run the unfinished runs of a study in ``out``; stop after ``minutes``.
 
@@ -53,6 +57,7 @@ def run_study(
     Args:
         jobs: runs at a time; by default one per core, one on a GPU, or all with an ``executor``.
         executor: of the runs, for example ``RayTasks``; processes on this machine by default.
+        dry_run: only say what would be done.
 
     Raises:
         RunFailed: if a run fails, with the end of its log; the others save and stop.
@@ -72,6 +77,11 @@ def run_study(
     first, *more = _parts(stages)
     specs, rates = _specs(first, {}), {}
     _check(specs, out)
+    every = {spec.key: spec for stage in stages for spec in stage.specs(defaultdict(lambda: _UNKNOWN_RATE))}
+    left = [spec for key, spec in every.items() if not finished(out / key)]
+    console.print(announced_runs(left, here=executor is None), soft_wrap=True)
+    if dry_run:
+        return Progressed(len(every) - len(left), len(every))
     out.mkdir(parents=True, exist_ok=True)
     pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
     with locked(out):
@@ -83,9 +93,7 @@ def run_study(
             specs = _specs(part, rates)
             _check(specs, out)
             _run(specs, out, pool, console)
-        every = {identity for stage in stages for identity in stage.identities()}
-        done = (finished(out / setting / f"{side}-seed{seed}") for setting, side, seed in every)
-        return Progressed(sum(done), len(every))
+        return Progressed(sum(finished(out / key) for key in every), len(every))
 
 
 def _parts(stages: Sequence[Stage]) -> Iterator[list[Stage]]:
@@ -128,7 +136,6 @@ def _run(specs: list[RunSpec], out: Path, pool: Callable, console: Console) -> N
     runs = {out / spec.key: spec for spec in specs}
     if all(map(finished, runs)):
         return
-    console.print(announced([spec for folder, spec in runs.items() if not finished(folder)]), soft_wrap=True)
     with progress_bars(runs, console) as show:
         pool(runs, show=show)
 

@@ -157,7 +157,7 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
         folder, keep=settings.checkpoint_keep, keep_best=settings.checkpoint_best, background=settings.checkpoint_async
     )
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
-    say(describe(run.plan, run.utilisation))
+    say(describe(run.plan))
     if resume:
         say(f"continues after step {step:,} of {settings.steps:,}")
     if 0 < step < settings.steps:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.model.cost import BF16_PEAK_FLOPS
+from diff_transformer.train.estimate import about, known_peak
 
 PARTS = (
     ("lambda", r"lambda|\blam\b"),
@@ -28,7 +28,6 @@ PARTS = (
     ("head", r"\blm_head\b"),
     ("norms", r"norm"),
 )
-_SHARE = 0.4  # of the peak, for the estimate of a run's time
 
 
 def telemetry(model: nn.Module, device: torch.device) -> dict[str, Any]:
@@ -133,30 +132,26 @@ def utilisation(config, length: int, device: torch.device, *, given: float = 0.0
     from diff_transformer.model.cost import model_cost
 
     flops = None if has_experts(config) else model_cost(nearest(config), length=length).training_flops_per_token
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = (peak for part, peak in BF16_PEAK_FLOPS.items() if re.search(rf"\b{re.escape(part)}\b", name))
-    return Utilisation(flops, given or next(known, None), devices)
+    return Utilisation(flops, given or known_peak(device), devices)
 
 
-def describe(plan: Any, used: Utilisation) -> str:
-    """What a run of ``plan`` will do, how much, and about how long if the peak of its devices is known: some lines."""
+def describe(plan: Any) -> str:
+    """What a run of ``plan`` will do, how much and about how long: some lines."""
     from diff_transformer.model.convert.from_softmax import nearest
     from diff_transformer.model.cost import model_cost
 
     config, settings = plan.config, plan.config.train
-    rows = settings.steps * settings.batch_size
-    size = model_cost(nearest(plan.model)).total_parameters
+    tokens = settings.steps * settings.batch_size * config.data.length
+    cost = model_cost(nearest(plan.model), length=config.data.length)
+    time = about(tokens * cost.training_flops_per_token, peak=settings.peak_flops, devices=plan.world)
     kind = getattr(plan.model, "attention", plan.model.model_type)
     lines = [
-        f"{config.name}: {kind}, {size:,} parameters from {plan.source or f'seed {settings.seed}'}",
+        f"{config.name}: {kind}, {cost.total_parameters:,} parameters from {plan.source or f'seed {settings.seed}'}",
         f"{settings.steps:,} steps of {settings.batch_size:,} rows of {config.data.length:,} tokens, "
-        f"{rows * config.data.length:,} in all, of {', '.join(config.data.corpora) or config.data.corpus}",
+        f"{tokens:,} in all, of {', '.join(config.data.corpora) or config.data.corpus}",
         f"{plan.world} process{'es' * (plan.world > 1)} ({plan.strategy}), {settings.precision}; a checkpoint every "
-        f"{settings.checkpoint_every:,} steps",
+        f"{settings.checkpoint_every:,} steps; {time}",
     ]
-    if (speed := used.of(1.0)) is not None:
-        hours = rows * config.data.length * speed / _SHARE / 3600
-        lines.append(f"about {hours:.1f} hours at {_SHARE:.0%} of the devices' {used.peak:.3g} FLOP/s")
     return "\n".join(lines)
 
 

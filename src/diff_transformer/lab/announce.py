@@ -1,0 +1,98 @@
+"""What a command will do, how much and about how long: printed before it starts, and alone with ``--dry-run``."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig
+
+from diff_transformer.lab.evaluate import Plan, check_models, experiment, settings_for
+from diff_transformer.lab.sides import name_of
+from diff_transformer.lab.spec import RunSpec
+from diff_transformer.model.card import label_of
+from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.convert.from_softmax import nearest
+from diff_transformer.model.cost import model_cost
+from diff_transformer.model.presets import PRESETS, preset
+from diff_transformer.train.config import RunConfig
+from diff_transformer.train.estimate import about
+from diff_transformer.train.plan import resolve
+
+_SHOWN = 8  # models that are named
+
+
+def announced_runs(specs: Sequence[RunSpec], *, here: bool = True) -> str:
+    """Models, tokens of training, experiments and time of runs.
+
+    Args:
+        here: they run on this machine, whose speed is known.
+    """
+    sides = list(dict.fromkeys(name_of(spec.side) for spec in specs))
+    shown = ", ".join(sides) if len(sides) <= _SHOWN else f"{len(sides)} models"
+    tokens = [spec.config.train.steps * spec.config.train.batch_size * spec.config.data.length for spec in specs]
+    words = f"{len(specs)} run{'s' * (len(specs) != 1)} ({shown}): {sum(tokens):,} tokens of training"
+    if here and specs:
+        flops = (training_flops(spec.config) * count for spec, count in zip(specs, tokens, strict=True))
+        words += f", {about(sum(flops))}"
+    experiments = ", ".join(dict.fromkeys(name for spec in specs for name in spec.measure))
+    return f"{words}, then {experiments}" if experiments else words
+
+
+def training_flops(config: RunConfig) -> int:
+    """Training FLOPs a token of the model of a run."""
+    own = config.train.initial_model is None or "hidden_size" in config.model
+    model = DiffTransformerConfig(**config.model) if own else resolve(config).model
+    return model_cost(nearest(model), length=config.data.length).training_flops_per_token
+
+
+def announced_experiments(plan: Plan) -> str:
+    """Experiments, models, prompts, tokens and time of a plan of ``eval``, a line for each experiment.
+
+    Raises:
+        UserError: for an unknown setting, or models where an experiment takes none.
+    """
+    check_models(plan)
+    models = {name: _configuration(name) for name in plan.models}
+    named = ", ".join(_named(name, config) for name, config in models.items())
+    lines, flops = [f"{len(plan.names)} experiment{'s' * (len(plan.names) != 1)} on {named or 'no model'}"], 0.0
+    for name in plan.names:
+        prompts, tokens = amount(plan, name)
+        counted = "all of its data" if prompts is None else f"{prompts:,} prompts or rows"
+        of_tokens = "" if tokens is None else f", {tokens:,} tokens"
+        lines.append(f"  {name}: {counted}{of_tokens}{' on each model' * (len(models) > 1)}")
+        for config in models.values():
+            if prompts and tokens and config is not None:
+                flops += tokens * model_cost(nearest(config), length=tokens // prompts).flops_per_token
+    return "\n".join([*lines, *([f"{about(flops)} of forward passes over prompts"] if flops else [])])
+
+
+def amount(plan: Plan, name: str) -> tuple[int | None, int | None]:
+    """Prompts or rows of one experiment of ``plan`` on a model, and their tokens in all; None for an unknown number.
+
+    By ``amount(settings)`` of the experiment's module, else by its settings ``samples`` and ``length``.
+    """
+    settings: Any = settings_for(plan, name)
+    samples = getattr(settings, "samples", None)
+    if plan.limit is not None and samples is not None:
+        settings = replace(settings, samples=min(samples, plan.limit))
+    if hasattr(experiment(name), "amount"):
+        return experiment(name).amount(settings)
+    prompts, length = getattr(settings, "samples", None), getattr(settings, "length", None)
+    return prompts, prompts * length if prompts and length else None
+
+
+def _configuration(name: str) -> Any:
+    """The configuration of a model without its weights; None if it cannot be read, which loading the model explains."""
+    path = Path(name).expanduser()
+    if name in PRESETS and not path.exists():
+        return preset(name)
+    try:
+        return AutoConfig.from_pretrained(path if path.exists() else name, trust_remote_code=False).get_text_config()
+    except (OSError, ValueError):
+        return None
+
+
+def _named(name: str, config: Any) -> str:
+    size = "" if config is None else f" ({model_cost(nearest(config)).total_parameters:,} parameters)"
+    return f"{label_of(name)}{size}"
