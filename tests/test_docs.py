@@ -47,7 +47,7 @@ def test_names_that_it_imports_exist(page):
     for module, names in re.findall(r"^from (diff_transformer[\w.]*) import (\([^)]*\)|[^\n(]+)$", text, re.MULTILINE):
         dotted |= {f"{module}.{word}" for word in re.findall(r"\w+", re.sub(r"#.*| as \w+", "", names))}
     for path in sorted(dotted):
-        if "vllm" not in path:
+        if "vllm" not in path and not path.startswith("diff_transformer.data.pipeline"):  # engines of their own
             assert pydoc.locate(path) is not None, f"{name(page)}: {path}"
 
 

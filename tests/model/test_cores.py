@@ -245,7 +245,7 @@ def test_lambdas_and_maps_of_a_layer(attention):
 @torch.no_grad()
 def test_lambdas_without_the_input():
     """A scalar lambda needs no input, one map has no lambda, and a lambda of each token says that it needs one."""
-    gated = DiffAttention(32, 8, attention=replace(CORES["diff"], gate="result"))
+    gated = DiffAttention(32, 8, attention=replace(CORES["diff"], gate="normed"))
     torch.testing.assert_close(gated.lambdas(), gated.core.lam())
     assert DiffAttention(32, 8, attention="gated").lambdas() is None
     for attention in ("diff_v2", "diff_v3"):

@@ -46,20 +46,17 @@ def test_rows_sum_to_one(causal):
 
 @torch.no_grad()
 @pytest.mark.parametrize("causal", [True, False])
-@pytest.mark.parametrize("changes", [{"gate": "result"}, {"gate": "first"}, {"lam": "token", "factor": False}])
-def test_an_ablation_with_gates_or_a_lambda_for_each_token(changes, causal):
-    """The gate of the result weights the mean too, that of the first map does not; packed documents do the same."""
-    layer = make_layer(causal, attention=replace(CORES["dint"], head_norm=None, **changes))
+def test_an_ablation_with_a_lambda_for_each_token(causal):
+    """Packed documents do the same."""
+    layer = make_layer(causal, attention=replace(CORES["dint"], head_norm=None, lam="token", factor=False))
     for parameter in layer.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
     x = inputs()
-    lam, gate = layer.core.lambda_and_gate(x)
+    lam, _ = layer.core.lambda_and_gate(x)
     first, second, whole = layer.attention_maps(x)
     rows = torch.arange(1, 10)[None, None, :, None]
     mean = first.cumsum(2) / rows if causal else first.mean(2, keepdim=True)
-    gate = 1.0 if gate is None else gate
-    of_the_rest = gate if layer.core.variant.gate == "result" else 1.0
-    torch.testing.assert_close(whole, gate * first + of_the_rest * lam * (mean - second))
+    torch.testing.assert_close(whole, first + lam * (mean - second))
     v = layer.v_proj(x).view(2, 9, 2, 16).transpose(1, 2)
     expected = layer.o_proj((layer.core.gain * whole @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x)[0], expected)

@@ -7,4 +7,5 @@ def small_gate(monkeypatch):
     import hopper_check
 
     monkeypatch.setattr(hopper_check, "PROBLEMS", ({"T": 70, "S": 63},))
+    monkeypatch.setattr(hopper_check, "EMULATED", True)
     monkeypatch.setattr(hopper_check, "wait", lambda device: None)
