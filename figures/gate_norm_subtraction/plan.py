@@ -4,7 +4,7 @@ Every combination of a gate on the result, the subtraction of a second map and a
 prose; beside them the published variants and controls. What is tested was fixed before the runs, in preregistration.md.
 
 Command: ``diff-transformer study gate_norm_subtraction --corpus FOLDER --out runs/gate --minutes 60``, repeated until
-it reports that all runs are finished. Hardware: two CPU cores, about six hours for recall and five for prose.
+it reports that all runs are finished. Hardware: two CPU cores, about ten hours for recall and five for prose.
 """
 
 import sys
@@ -52,6 +52,7 @@ BESIDE: dict[str, dict[str, Any]] = {
     "v3": matched("diff_v3"),
 }
 SIDES = CELLS | BESIDE
+PRIMARY = ("softmax", "gated", "v2", "v2_norm", "gate_v2", "v2_added")  # sides of the primary outcome, which run first
 
 
 def stages(corpus: str) -> list[Stage]:
@@ -59,9 +60,18 @@ def stages(corpus: str) -> list[Stage]:
     centre, prose = setting(CENTRE), base(corpus, "small")
     settings = {name: setting(name) for name in SETTINGS}
     blocks = [FRESH_SEEDS[start : start + BLOCK] for start in range(0, len(FRESH_SEEDS), BLOCK)]
+    first = {name: SIDES[name] for name in PRIMARY}
+    rest = {name: side for name, side in SIDES.items() if name not in PRIMARY}
+    recall = [
+        stage
+        for sides in (first, rest)
+        for stage in (
+            Stage({"recall": centre}, sides, SWEEP_SEEDS, LEARNING_RATES, "sweep/{setting}_lr{rate:g}", (), shortfall),
+            *(Stage(settings, sides, seeds, SWEPT, measure=(RECALL,)) for seeds in blocks),
+        )
+    ]
     return [
-        Stage({"recall": centre}, SIDES, SWEEP_SEEDS, LEARNING_RATES, "sweep/{setting}_lr{rate:g}", (), shortfall),
-        *(Stage(settings, SIDES, seeds, SWEPT, measure=(RECALL,)) for seeds in blocks),
+        *recall,
         Stage({"prose": prose}, CELLS, PROSE_SWEEP_SEEDS, PROSE_RATES, "sweep/{setting}_lr{rate:g}", (), final_loss),
         Stage({"prose": prose}, CELLS, PROSE_SEEDS, SWEPT, measure=("associative_recall", "long_nll")),
     ]
