@@ -13,4 +13,6 @@ def backend(request):
     """A backend's name."""
     if request.param == "blockwise" and not library.available():
         pytest.skip("the CPU kernel is not built on this machine")
+    if request.param == "triton":
+        pytest.importorskip("triton", reason="the kernels are written in Triton")
     return request.param

@@ -4,16 +4,22 @@ from typing import Any
 
 import pytest
 import torch
+from operator_cases import (
+    as_bias,
+    assert_good,
+    assert_zero_where_nothing_is_visible,
+    blind_rows,
+    by,
+    eager,
+    in_fp64,
+    random_mask,
+    run,
+)
 
 from diff_transformer.ops import available_backends, diff_attention, diff_attention_maps, diff_attention_varlen
-from diff_transformer.testing import assert_within_budget, eager_diff_attention, make_inputs
+from diff_transformer.testing import assert_within_budget, make_inputs
 
-
-def random_mask(*shape):
-    """About two thirds of the keys visible, the first always."""
-    mask = torch.rand(*shape, generator=torch.Generator().manual_seed(1)) > 0.35
-    mask[..., 0] = True
-    return mask
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy in Triton's interpreter
 
 
 def padding(B, S):
@@ -26,14 +32,6 @@ def padding(B, S):
 def distance_bias(H, S):
     """A slope a head, as in ALiBi: [1, H, 1, S]."""
     return torch.linspace(0.1, 1, H).view(1, H, 1, 1) * torch.linspace(-3, 0, S)
-
-
-def blind_rows(B, T, S):
-    """Queries 0 and 7 of batch 0, and every query of batch 1, may attend to nothing: [B, 1, T, S]."""
-    mask = random_mask(B, 1, T, S)
-    mask[0, :, [0, 7]] = False
-    mask[1] = False
-    return mask
 
 
 # name: (arguments of make_inputs, arguments of diff_attention)
@@ -74,13 +72,13 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "bias, grouped keys": ({"T": 63, "H": 4, "G": 2}, {"attn_mask": distance_bias(4, 63)}),
     "additive mask": (
         {},
-        {"attn_mask": torch.zeros(2, 1, 63, 63).masked_fill(~random_mask(2, 1, 63, 63), float("-inf"))},
+        {"attn_mask": as_bias(random_mask(2, 1, 63, 63))},
     ),
     "blind rows": ({}, {"attn_mask": blind_rows(2, 63, 63)}),
     "blind rows, causal": ({"T": 150, "H": 4, "G": 2}, {"attn_mask": blind_rows(2, 150, 150), "is_causal": True}),
     "blind rows, additive": (
         {},
-        {"attn_mask": torch.zeros(2, 1, 63, 63).masked_fill(~blind_rows(2, 63, 63), float("-inf"))},
+        {"attn_mask": as_bias(blind_rows(2, 63, 63))},
     ),
     "mask and window": ({"T": 150}, {"attn_mask": random_mask(2, 1, 150, 150), "is_causal": True, "window": 30}),
     "strided": ({"T": 111, "strided": True}, {"is_causal": True}),
@@ -94,51 +92,29 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def run(function, inputs, options):
-    """The output and the gradients of every input for a fixed gradient of the output."""
-    out = function(*inputs, **options)
-    dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out.dtype)
-    gradients = torch.autograd.grad(out, inputs, dout)
-    return dict(zip(("out", "dq1", "dq2", "dk1", "dk2", "dv", "dlam"), (out, *gradients), strict=True))
+EVERY = pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
 
 
-def backend_of(name):
-    return lambda *inputs, **options: diff_attention(*inputs, backend=name, **options)
-
-
-def eager(q1, q2, k1, k2, v, lam, **options):
-    lam = lam[None, :, None, None] if lam.dim() == 1 else lam
-    return eager_diff_attention(q1, q2, k1, k2, v, lam, **options)
-
-
-def in_fp64(inputs, options):
-    mask = options.get("attn_mask")
-    if mask is not None and mask.dtype != torch.bool:
-        options = options | {"attn_mask": mask.double()}
-    return run(backend_of("reference"), inputs.to(torch.float64), options)
-
-
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
-def test_fp32(backend, case):
+@EVERY
+def test_equals_the_reference_in_fp64(backend, case, dtype):
     sizes, options = CASES[case]
-    inputs = make_inputs(**sizes)
-    exact = in_fp64(inputs, options)
-    for name, value in run(backend_of(backend), inputs, options).items():
-        assert value.dtype == torch.float32
-        assert_within_budget(value, exact[name], what=name)
+    assert_good(backend, make_inputs(**sizes, dtype=dtype), options)
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
-def test_bf16(backend, case):
+@pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys"])
+@pytest.mark.parametrize("backend", ["reference", "blockwise"], indirect=True)
+def test_fp16(backend, case):
     sizes, options = CASES[case]
-    inputs = make_inputs(**sizes, dtype=torch.bfloat16)
-    exact = in_fp64(inputs, options)
-    by_eager = run(eager, inputs, options)
-    for name, value in run(backend_of(backend), inputs, options).items():
-        assert value.dtype == (torch.float32 if name == "dlam" else torch.bfloat16)
-        assert_within_budget(value, exact[name], by_eager[name], what=name)
+    assert_good(backend, make_inputs(**sizes, dtype=torch.float16), options)
+
+
+@EVERY
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_rows_that_see_nothing_are_exactly_zero(backend, dtype):
+    x = make_inputs(T=63, dtype=dtype)
+    assert_zero_where_nothing_is_visible(run(by(backend), x, {"attn_mask": blind_rows(2, 63, 63)}))
 
 
 @pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys", "blind rows, causal", "window 20"])
@@ -147,46 +123,22 @@ def test_fp64_is_exact(backend, case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=torch.float64)
     exact = in_fp64(inputs, options)
-    for name, value in run(backend_of(backend), inputs, options).items():
+    for name, value in run(by(backend), inputs, options).items():
         torch.testing.assert_close(value, exact[name], rtol=0, atol=1e-11, msg=lambda m, name=name: f"{name}: {m}")
 
 
-@pytest.mark.parametrize("case", ["causal 111", "shared noise, grouped keys"])
-@pytest.mark.parametrize("backend", ["reference", "blockwise"], indirect=True)
-def test_fp16(backend, case):
-    sizes, options = CASES[case]
-    inputs = make_inputs(**sizes, dtype=torch.float16)
-    exact, by_eager = in_fp64(inputs, options), run(eager, inputs, options)
-    for name, value in run(backend_of(backend), inputs, options).items():
-        assert_within_budget(value, exact[name], by_eager[name], what=name)
-
-
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_rows_that_see_nothing_are_exactly_zero(backend, dtype):
-    x = make_inputs(T=63, dtype=dtype)
-    results = run(backend_of(backend), x, {"attn_mask": blind_rows(2, 63, 63)})
-    assert results["out"][0, :, 1].abs().min() > 0
-    for name in ("out", "dq1", "dq2", "dlam"):
-        assert not results[name][0, :, [0, 7]].any(), name
-        assert not results[name][1].any(), name
-    for name in ("dk1", "dk2", "dv"):
-        assert results[name][0].any(), name
-        assert not results[name][1].any(), name
-
-
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 def test_queries_before_the_first_key_are_exactly_zero(backend):
-    results = run(backend_of(backend), make_inputs(T=200, S=63), {"is_causal": True})
+    results = run(by(backend), make_inputs(T=200, S=63), {"is_causal": True})
     assert not results["out"][:, :, : 200 - 63].any()
     assert results["out"][:, :, 200 - 63].all()
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 def test_shared_keys(backend):
     """k2 may be k1: its gradient is the sum of both."""
     x = make_inputs(T=63)
-    separate = run(backend_of(backend), x._replace(k2=x.k1.detach().clone().requires_grad_()), {"is_causal": True})
+    separate = run(by(backend), x._replace(k2=x.k1.detach().clone().requires_grad_()), {"is_causal": True})
     out = diff_attention(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, is_causal=True, backend=backend)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
     (dk,) = torch.autograd.grad(out, x.k1, dout)
@@ -194,17 +146,20 @@ def test_shared_keys(backend):
     assert_within_budget(dk, separate["dk1"] + separate["dk2"], what="dk")
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+AND_TRITON = pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "triton"], indirect=True)
+
+
+@AND_TRITON
 def test_gradient_of_the_output_may_be_broadcast(backend):
     """sum() hands backward a gradient whose strides are 0."""
-    x = make_inputs(T=63)
+    x = make_inputs(B=1, H=2, T=40)
     summed = torch.autograd.grad(diff_attention(*x, is_causal=True, backend=backend).sum(), x)
     out = diff_attention(*x, is_causal=True, backend="reference")
     for value, exact in zip(summed, torch.autograd.grad(out, x, torch.ones_like(out)), strict=True):
         assert_within_budget(value, exact)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "triton"], indirect=True)
+@AND_TRITON
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_output_can_be_changed_in_place(backend, packed):
     x = make_inputs(B=1, H=2, T=9, D=8)
@@ -225,7 +180,7 @@ def test_the_output_can_be_changed_in_place(backend, packed):
     torch.nn.functional.dropout(attend(), 0.5, training=True, inplace=True).sum().backward()
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 def test_gradients_of_some_inputs_only(backend):
     x = make_inputs(T=63)
     every = dict(zip(x._fields, torch.autograd.grad(diff_attention(*x, backend=backend).sum(), x), strict=True))
@@ -235,7 +190,7 @@ def test_gradients_of_some_inputs_only(backend):
         assert torch.equal(gradient, every[name]), name
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 @pytest.mark.parametrize("lam", [0.3, 1, -0.2])
 def test_lam_as_a_number(backend, lam):
     x = make_inputs(T=63, requires_grad=False)
@@ -243,7 +198,7 @@ def test_lam_as_a_number(backend, lam):
     assert_within_budget(diff_attention(*x[:5], lam, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 def test_lam_is_not_rounded_to_bf16(backend):
     """Two equal maps cancel to 2^-12 of softmax attention; a lam rounded to bf16 would be 1 and leave nothing."""
     x = make_inputs(T=63, dtype=torch.bfloat16, requires_grad=False)
@@ -253,7 +208,7 @@ def test_lam_is_not_rounded_to_bf16(backend):
     torch.testing.assert_close(out * 2**12, softmax_attention, rtol=0.02, atol=1e-3)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 @pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64], ids=str)
 def test_additive_masks_are_not_rounded_to_bf16(backend, mask_dtype):
     """A constant added to all scores of a row changes nothing, but leaves a mask in bf16 steps of 1."""
@@ -261,13 +216,13 @@ def test_additive_masks_are_not_rounded_to_bf16(backend, mask_dtype):
     options = {"attn_mask": bias, "is_causal": True}
     exact, by_eager = in_fp64(x, options), run(eager, x, options)
     shifted = {"attn_mask": bias.to(mask_dtype) + 200.3, "is_causal": True}
-    for name, value in run(backend_of(backend), x, shifted).items():
+    for name, value in run(by(backend), x, shifted).items():
         assert_within_budget(value, exact[name], by_eager[name], what=name)
 
 
 @pytest.mark.parametrize(
     ("backend", "mean"),
-    [("reference", True), ("blockwise", False), ("sdpa", True)],
+    [("reference", True), ("blockwise", False), ("sdpa", True), ("triton", False)],
     indirect=["backend"],
 )
 def test_rows_hidden_by_finite_values(backend, mean):
@@ -290,7 +245,7 @@ def test_shapes_alone(backend):
     assert diff_attention_maps(*x[:4], x.lam).difference.shape == (2, 4, 7, 9)
 
 
-@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"], indirect=True)
+@EVERY
 def test_autocast_casts_as_sdpa_does(backend):
     x = make_inputs(T=63)
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -302,3 +257,36 @@ def test_autocast_casts_as_sdpa_does(backend):
     gradients = torch.autograd.grad(out.float().square().sum(), x)
     assert {g.dtype for g in gradients} == {torch.float32}
     assert all(g.any() for g in gradients)
+
+
+@AND_TRITON
+def test_nan_in_an_input_is_not_hidden(backend):
+    x = make_inputs(B=1, H=2, T=40, requires_grad=False)
+    x.q1[0, 0, 5] = float("nan")
+    out = diff_attention(*x, is_causal=True, attn_mask=torch.ones(40, 40, dtype=torch.bool), backend=backend)
+    assert out[0, 0, 5].isnan().all()
+    assert out.isnan().sum() == 32
+
+
+@AND_TRITON
+def test_repeats_bit_for_bit(backend):
+    x = make_inputs(B=1, H=4, Hn=2, G=1, T=40)
+    first, second = (run(by(backend), x, {"is_causal": True}) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize("options", [{"is_causal": True}, {"attn_mask": random_mask(33, 33)}], ids=["causal", "mask"])
+@AND_TRITON
+def test_compiled_into_one_graph_and_checkpointed(backend, options):
+    x = make_inputs(B=1, H=2, G=1, T=33)
+
+    def loss(*x):
+        return diff_attention(*x, backend=backend, **options).square().sum()
+
+    def checkpointed(*x):
+        return torch.utils.checkpoint.checkpoint(loss, *x, use_reentrant=False)
+
+    expected = torch.autograd.grad(loss(*x), x)
+    for function in (torch.compile(loss, fullgraph=True, backend="aot_eager"), checkpointed):
+        for value, exact in zip(torch.autograd.grad(function(*x), x), expected, strict=True):
+            assert_within_budget(value, exact)

@@ -29,8 +29,6 @@ def assert_nothing(out, shape, x):
 @pytest.mark.parametrize("empty", EMPTY, ids=str)
 @pytest.mark.parametrize("backend", BACKENDS, indirect=True)
 def test_every_backend(backend, empty):
-    if backend == "triton":
-        pytest.importorskip("triton")
     sizes = {"B": 2, "T": 6, "S": 8} | empty
     shape = (sizes["B"], 4, sizes["T"], 5)
     for options in ({}, {"is_causal": True, "window": 3}, {"attn_mask": torch.ones(sizes["T"], sizes["S"]).bool()}):
@@ -57,47 +55,22 @@ def test_maps(empty):
         assert_nothing(found, (*x.q1.shape[:3], x.k1.shape[2]), (*x[:4],))
 
 
-@pytest.mark.parametrize("backend", ["auto", "triton"])
+@pytest.mark.parametrize("backend", ["auto", "triton"], indirect=True)
 @pytest.mark.parametrize("empty", EMPTY, ids=str)
 def test_decoding(empty, backend):
-    if backend == "triton":
-        pytest.importorskip("triton")
     x = inputs(**empty)
     for lengths in (None, torch.full(x.q1.shape[:1], 5)):
         out = diff_attention_decode(*x, lengths=lengths, backend=backend)
         assert_nothing(out, (*x.q1.shape[:3], 5), x)
 
 
-@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "triton"])
-@pytest.mark.parametrize(("ends_q", "ends_k"), [([0, 0, 0], [0, 3, 8]), ([0, 6], [0, 0]), ([0, 0], [0, 0])], ids=str)
+@pytest.mark.parametrize("backend", ["auto", "reference", "sdpa", "triton"], indirect=True)
+@pytest.mark.parametrize(
+    ("ends_q", "ends_k"), [([0, 0, 0], [0, 3, 8]), ([0, 6], [0, 0]), ([0, 6, 6], [0, 0, 8])], ids=str
+)
 def test_packed_documents(backend, ends_q, ends_k):
-    if backend == "triton":
-        pytest.importorskip("triton")
     batch = inputs(B=1, T=ends_q[-1], S=ends_k[-1])
     x = Inputs(*(y.detach()[0].transpose(0, 1).requires_grad_() for y in batch))
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k))
     out = diff_attention_varlen(*x, cu_q, cu_k, ends_q[-1], ends_k[-1], is_causal=True, backend=backend)
     assert_nothing(out, (ends_q[-1], 4, 5), x)
-
-
-@pytest.mark.parametrize("backend", ["reference", "sdpa"])
-def test_packed_documents_of_which_none_has_both(backend):
-    batch = inputs(B=1)
-    x = Inputs(*(y.detach()[0].transpose(0, 1).requires_grad_() for y in batch))
-    cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in ([0, 6, 6], [0, 0, 8]))
-    assert_nothing(diff_attention_varlen(*x, cu_q, cu_k, 6, 8, backend=backend), (6, 4, 5), x)
-
-
-def test_compiled():
-    compiled = torch.compile(lambda *x: diff_attention(*x, is_causal=True), fullgraph=True, backend="aot_eager")
-    for sizes in ({}, {"S": 0}, {"B": 0}):
-        x = inputs(**sizes)
-        assert torch.equal(compiled(*x), diff_attention(*x, is_causal=True))
-
-
-def test_what_is_wrong_with_empty_tensors_is_still_refused():
-    x = inputs(B=0)
-    with pytest.raises(ValueError, match="backend is 'magic'"):
-        diff_attention(*x, backend="magic")
-    with pytest.raises(ValueError, match="q1 has width 3 and k1 has width 2"):
-        diff_attention(*x._replace(k1=x.k1[..., :2]))

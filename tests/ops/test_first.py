@@ -9,20 +9,12 @@ import pytest
 import torch
 
 from diff_transformer import diff_attention, diff_attention_decode, diff_attention_maps, diff_attention_varlen
-from diff_transformer.errors import UserError
-from diff_transformer.ops.cpu import library
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy in Triton's interpreter
 
 
-@pytest.fixture(params=["reference", "blockwise", "sdpa", "triton"])
-def backend(request):
-    if request.param == "triton":
-        pytest.importorskip("triton")
-    if request.param == "blockwise" and not library.available():
-        pytest.skip("the CPU kernel is not built on this machine")
-    return request.param
+EVERY = pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "triton"], indirect=True)
 
 
 # name: (arguments of make_inputs beside B = 2, H = 2, T = 40; of diff_attention; shape of first)
@@ -62,6 +54,7 @@ def statement(q1, q2, k1, k2, v, lam, *, first, **options):
     return (first * one - lam * two).to(dtype)
 
 
+@EVERY
 @pytest.mark.parametrize("case", CASES)
 def test_equals_the_statement(backend, case):
     x, first, options = problem(case)
@@ -72,6 +65,7 @@ def test_equals_the_statement(backend, case):
         assert_within_budget(value, true, what=name)
 
 
+@EVERY
 @pytest.mark.parametrize("case", ["a weight a row", "shared noise, grouped keys"])
 def test_half_precision(backend, case):
     dtype = torch.float16 if backend == "triton" else torch.bfloat16  # the interpreter has no bf16
@@ -86,6 +80,7 @@ def test_half_precision(backend, case):
         assert_within_budget(value, *others, what=name)
 
 
+@EVERY
 def test_packed_documents(backend):
     x = make_inputs(B=1, H=2, T=40)
     first, ends = torch.rand(40, 2, 1), torch.tensor([0, 11, 11, 40], dtype=torch.int32)
@@ -97,6 +92,7 @@ def test_packed_documents(backend):
         assert_within_budget(out[a:b].transpose(0, 1)[None], exact)
 
 
+@EVERY
 @pytest.mark.parametrize("multiprocessors", [2, 1000], ids=["one split", "several splits"])
 @pytest.mark.parametrize("lengths", [None, [300, 170]])
 def test_decoding(monkeypatch, backend, lengths, multiprocessors):
@@ -121,16 +117,3 @@ def test_numbers_and_maps():
     maps = diff_attention_maps(*x[:4], x.lam, first=0.3)
     torch.testing.assert_close(maps.difference, 0.3 * maps.first - x.lam * maps.second)
     torch.testing.assert_close(maps.difference.sum(-1, keepdim=True), 0.3 - x.lam)
-
-
-@pytest.mark.parametrize(
-    ("first", "error", "message"),
-    [
-        ("1", UserError, "first is a str; give a float or a tensor"),
-        (torch.ones(3), ValueError, r"first has shape \[3\]; give a float, a scalar, \[4\] \(one per head\)"),
-        (torch.tensor(1), UserError, "first has dtype torch.int64; give a floating-point tensor"),
-    ],
-)
-def test_refused(first, error, message):
-    with pytest.raises(error, match=message):
-        diff_attention(*make_inputs(T=5), first=first)

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch.autograd import forward_ad
 
-from diff_transformer import DiffAttention, diff_attention, diff_attention_varlen
+from diff_transformer import diff_attention, diff_attention_varlen
 from diff_transformer.errors import UserError
-from diff_transformer.ops.call import check
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 SIZES = {"H": 4, "Hn": 2, "G": 1, "T": 7, "S": 9, "D": 3, "Dv": 5}
@@ -60,16 +59,6 @@ def test_forward_mode_through_packed_documents():
     assert_within_budget(tangent(packed, rows, tangents), slope(packed, rows, tangents))
 
 
-def test_forward_mode_through_a_frozen_layer():
-    """A few queries on the CPU take one native call for the whole head, in fp32."""
-    layer = DiffAttention(32, 4, is_causal=True).requires_grad_(False)
-    x, direction = torch.randn(2, 3, 32), torch.randn(2, 3, 32)
-    found = tangent(lambda x: layer(x)[0], [x], [direction])
-    assert found is not None
-    expected = slope(lambda x: layer.double()(x)[0], [x.double()], [direction.double()])
-    assert (found - expected).abs().max() < 1e-4 * expected.abs().max()
-
-
 def of_each(attend, x):
     return (torch.func.vmap(attend)(*x),)
 
@@ -113,13 +102,6 @@ def test_vmap_is_each_by_itself():
     assert_within_budget(compiled(*x), each)
 
 
-@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "dint"])
-def test_layers_under_vmap(attention):
-    layer, x = DiffAttention(64, 16, attention=attention), torch.randn(3, 5, 64)
-    with torch.no_grad():
-        assert_within_budget(torch.func.vmap(lambda x: layer(x[None])[0][0])(x), layer(x)[0])
-
-
 def test_named_backends_refuse():
     backend = "blockwise"
     x = make_inputs(**SIZES, requires_grad=False)
@@ -128,23 +110,6 @@ def test_named_backends_refuse():
         tangent(lambda q1: attend(q1, *x[1:], backend=backend), x[:1], x[:1])
     with pytest.raises(UserError, match=f"'{backend}' does not follow a transform of torch.func{advice}"):
         torch.func.vmap(lambda q1: attend(q1, *x[1:], backend=backend))(x.q1[None])
-
-
-def test_the_decoding_kernel_is_not_taken():
-    decode = pytest.importorskip("diff_transformer.ops.triton.decode")
-    with forward_ad.dual_level():
-        reason = decode.unsupported_reason(check(*make_inputs(T=5, requires_grad=False)))
-    assert reason == "it does not follow forward-mode AD"
-
-
-@pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_second_derivatives_are_refused(backend):
-    if backend == "triton":
-        pytest.importorskip("triton")
-    x = make_inputs(**SIZES)
-    (first,) = torch.autograd.grad(attend(*x, backend=backend).square().sum(), x.q1, create_graph=True)
-    with pytest.raises(UserError, match="no second derivatives; give backend='reference'"):
-        first.sum().backward()
 
 
 def test_second_derivatives_of_the_reference():

@@ -6,7 +6,7 @@ from diff_transformer.ops import reference
 from diff_transformer.ops.arguments import autocast_off
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.backends import available_backends as available_backends
-from diff_transformer.ops.call import check, is_empty, zeros
+from diff_transformer.ops.call import Call, check, is_empty, zeros
 from diff_transformer.ops.cpu.decode import can_decode as can_decode
 from diff_transformer.ops.cpu.decode import decode_heads as decode_heads
 from diff_transformer.ops.reference import DiffMaps
@@ -62,7 +62,12 @@ def diff_attention(
             backend that cannot work here, cannot compute a needed gradient, or does not support forward-mode AD or a
             transform of torch.func (vmap, jvp, ...), where "auto" is "reference".
     """
-    call = resolve(check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend, first))
+    return compute(check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale, backend, first))
+
+
+def compute(call: Call) -> Tensor:
+    """[B, H, T, Dv] of a call, by the backend that it names or by the one that "auto" takes."""
+    call = resolve(call)
     if is_empty(call):
         return zeros(call)
     with autocast_off(call.q1.device.type):

@@ -1,12 +1,10 @@
-"""Autocast and checks of a call's arguments; whether something records or transforms the call."""
+"""Checks of a call's arguments, autocast, and the detection of tracing and torch.func."""
 
 import math
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from numbers import Integral, Real
-from typing import Any
+from operator import index
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -47,42 +45,26 @@ def _autocast_enabled(device: str) -> bool:
     return device != "meta" and torch.is_autocast_enabled(device)
 
 
-def real(name: str, x: Any, accepted: str) -> float:
-    """A number of Python or NumPy as a float; raises UserError for anything else, booleans included."""
-    if type(x) is float:
-        return x
-    if isinstance(x, bool) or not isinstance(x, Real):
-        raise UserError(f"{name} is a {type(x).__name__}; give {accepted}")
-    return float(x)
-
-
-def integer(name: str, x: Any, accepted: str = "an int") -> int:
-    """An integer of Python or NumPy, or a symbolic one, as an int; raises UserError for anything else."""
-    if type(x) is int or isinstance(x, torch.SymInt):
-        return x
-    if isinstance(x, bool) or not isinstance(x, Integral):
-        raise UserError(f"{name} is a {type(x).__name__}; give {accepted}")
-    return int(x)
-
-
 def check_options(
     is_causal: bool, window: int | None, scale: float | None, lengths: tuple[int, int], width: int
 ) -> tuple[int | None, float]:
     """The window, at most as long as the longer of ``lengths`` (queries, keys), and the scale of ``width``.
 
-    A longer window hides nothing, and kernels add positions to it in 32 bits. Raises for a scale or a window of
-    another type or out of range, and for a window without is_causal.
+    A longer window hides nothing, and kernels add positions to it in 32 bits.
+
+    Raises:
+        UserError: for a scale or a window out of range, and for a window without is_causal.
     """
     if scale is None:
         scale = width**-0.5
     else:
-        scale = real("scale", scale, "a number or None")
+        scale = float(scale)
         if not -math.inf < scale < math.inf:  # torch.compile cannot trace math.isfinite
             raise UserError(f"scale is {scale}; give a finite number, or None for D ** -0.5")
         scale = scale if abs(scale) >= SMALLEST else 0.0
     if window is None:
         return None, scale
-    window = integer("window", window, "an int or None")
+    window = window if type(window) is int else index(window)
     if window < 1:
         raise UserError(f"window is {window}; give at least 1 (the query's own position) or None")
     if not is_causal:
@@ -165,8 +147,7 @@ def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:
     B, H, T, _ = q1.shape
     dtype = torch.promote_types(q1.dtype, torch.float32)
     if not isinstance(x, Tensor):
-        x = real(name, x, "a float or a tensor")
-        return torch.full((1, 1, 1, 1), x, dtype=dtype, device=q1.device).expand(B, H, T, 1)
+        return torch.full((1, 1, 1, 1), float(x), dtype=dtype, device=q1.device).expand(B, H, T, 1)
     if not x.is_floating_point():
         raise UserError(f"{name} has dtype {x.dtype}; give a floating-point tensor (float32 is what is computed with)")
     if x.device != q1.device and x.dim() > 0:
@@ -207,15 +188,6 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 
-def flag(name: str, value: bool) -> bool:
-    """value as a bool: also of NumPy, or one that torch.compile traces; what merely counts as true is refused."""
-    if type(value) is bool:
-        return value
-    if not isinstance(value, bool | np.bool_ | torch.SymBool):
-        raise UserError(f"{name} is a {type(value).__name__}; give True or False")
-    return bool(value)
-
-
 def traced() -> bool:
     """True if something records the call, or replaces what its operators do: torch.compile, torch.export,
     torch.jit.trace and the exporters on it, make_fx, fake tensors, counters of FLOPs.
@@ -240,15 +212,3 @@ def active_transform() -> str | None:
     if forward_ad._current_level >= 0:
         return "forward-mode AD"
     return "a transform of torch.func" if torch._C._are_functorch_transforms_active() else None
-
-
-def refuse_second_derivatives(*_) -> None:
-    """Backward of a backward: kernels of our own have none.
-
-    Raises:
-        UserError: always, with what to do.
-    """
-    raise UserError(
-        "the kernels of diff_attention have no second derivatives; give backend='reference' for what is differentiated "
-        "twice"
-    )

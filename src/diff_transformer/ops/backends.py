@@ -99,14 +99,7 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
     "triton" is not listed for the CPU, where only its interpreter runs (TRITON_INTERPRET=1, for tests). The list is
     empty for dtypes other than bfloat16, float16, float32 and float64, and for a device that this machine does not
     have.
-
-    Raises:
-        UserError: dtype is no torch.dtype, or device is neither a name nor a device.
     """
-    if not isinstance(dtype, torch.dtype):
-        raise UserError(f"dtype is {dtype!r}; give a torch.dtype, such as torch.float32")
-    if not isinstance(device, str | int | torch.device):
-        raise UserError(f"device is {device!r}; give a name, such as 'cuda', or a torch.device")
     device = torch.device(device)
     if dtype not in DTYPES or not _exists(device):
         return []

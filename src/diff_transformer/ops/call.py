@@ -13,7 +13,6 @@ from diff_transformer.ops.arguments import (
     autocast_inputs,
     check_options,
     check_tensors,
-    flag,
     four_dimensional_mask,
     passes_fast_check,
     weight_for_every_row,
@@ -90,7 +89,7 @@ def check(
     q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, backend="auto", first=None
 ) -> Call:  # fmt: skip
     """The call of these arguments, cast as autocast wants it; raises what ``diff_attention`` documents."""
-    is_causal = flag("is_causal", is_causal)
+    is_causal = bool(is_causal)
     q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
     if not passes_fast_check(q1, q2, k1, k2, v):
         check_tensors(q1, q2, k1, k2, v)
@@ -101,8 +100,8 @@ def check(
     attn_mask = four_dimensional_mask(attn_mask, q1, S)
     gradients: tuple[str, ...] = ()
     if torch.is_grad_enabled():
-        given = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask, "first": first}
-        gradients = tuple([name for name, x in given.items() if x is not None and x.requires_grad])
+        inputs = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask, "first": first}
+        gradients = tuple([name for name, x in inputs.items() if x is not None and x.requires_grad])
     k2 = None if k2 is k1 else k2
     options = is_causal, window, scale
     return Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, *options, gradients=gradients, backend=backend)

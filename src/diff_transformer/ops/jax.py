@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array
 
-from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes, flag, integer, real
+from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes
 from diff_transformer.ops.reference import DiffMaps
 
 __all__ = ["DiffMaps", "diff_attention", "diff_attention_maps"]
@@ -110,10 +110,9 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=
     arrays = {name: _array(name, x, tensors[0]) for name, x in named}
     check_shapes({name: x.shape for name, x in arrays.items()})
     q1 = arrays["q1"]
-    flag("is_causal", is_causal)
     lengths = q1.shape[2], arrays["k1"].shape[2]
     window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
-    if block_size is not None and integer("block_size", block_size, "an int or None") < 1:
+    if block_size is not None and block_size < 1:
         raise UserError(f"block_size is {block_size}; give at least 1 or None")
     weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)
     return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
@@ -133,7 +132,7 @@ def _weight(name: str, x, q1: Array) -> Array:
     B, H, T, _ = q1.shape
     dtype = jnp.promote_types(q1.dtype, jnp.float32)
     if not isinstance(x, jax.Array | np.ndarray):
-        return jnp.full((1, 1, 1, 1), real(name, x, "a number or an array"), dtype)
+        return jnp.full((1, 1, 1, 1), float(x), dtype)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise UserError(f"{name} has dtype {x.dtype}; give a floating-point array (float32 is what is computed with)")
     shape, x = x.shape, jnp.asarray(x).astype(dtype)

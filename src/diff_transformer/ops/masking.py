@@ -11,14 +11,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 
-def key_range(start: int, stop: int, T: int, S: int, is_causal: bool, window: int | None) -> tuple[int, int]:
-    """The half-open range of keys that queries ``start`` to ``stop - 1`` may see."""
-    if not is_causal:
-        return 0, S
-    first = 0 if window is None else max(0, start + S - T - window + 1)
-    return first, max(0, stop + S - T)
-
-
 def position_mask(T: int, S: int, is_causal: bool, window: int | None, device: torch.device) -> Tensor | None:
     """True where a query may see a key by its position, [T, S]; None where every query may see every key."""
     if not is_causal or (T == 1 and (window is None or window >= S)):

@@ -51,7 +51,7 @@ CUDNN_FIRST = 91500  # versions of cuDNN above this one are PyTorch's first choi
 
 
 class Plan(NamedTuple):
-    """How a call is passed to SDPA."""
+    """The kernel of SDPA that a call goes to, and how its values are cut for it."""
 
     kernel: str  # of KERNELS
     parts: int  # of the values, each in a call of its own
@@ -83,10 +83,10 @@ def attend(call: Call) -> Tensor:
     on_cpu = call.q1.device.type == "cpu"
     if on_cpu:
         call = in_dtype(call, call.lam.dtype)
-    given = call.q1.shape[2], call.k1.shape[2], call.is_causal, call.window, call.attn_mask
-    fully_masked = fully_masked_rows(*given, call.q1.device)
+    visible = call.q1.shape[2], call.k1.shape[2], call.is_causal, call.window, call.attn_mask
+    fully_masked = fully_masked_rows(*visible, call.q1.device)
     flag = call.window is None and (call.scale > 0 or not on_cpu)  # the CPU's multiplies its -inf by the scale
-    mask, is_causal = mask_and_flag(*given, fully_masked, call.q1, flag)
+    mask, is_causal = mask_and_flag(*visible, fully_masked, call.q1, flag)
     options: dict[str, Any] = {"attn_mask": mask, "is_causal": is_causal, "scale": call.scale}
 
     def attend_to(q: Tensor, k: Tensor, values: Tensor) -> Tensor:

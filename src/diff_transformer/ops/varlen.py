@@ -3,14 +3,13 @@
 Shapes: total_q and total_k rows of all documents, H signal heads, Hn noise heads, G key/value heads, D and Dv widths.
 """
 
-from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from diff_transformer.errors import UserError
-from diff_transformer.ops.arguments import autocast_off, broadcasts, integer
+from diff_transformer.ops.arguments import autocast_off
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.call import Call, check, is_empty, replace, zeros
 
@@ -56,9 +55,8 @@ def diff_attention_varlen(
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.
 
     Raises:
-        UserError: as ``diff_attention``; cu_seqlens of another shape or device. Where they are read on the host: that
-            do not begin with 0, decrease, do not end with the number of rows, or have a document longer than
-            max_seqlen; and under torch.jit.trace.
+        UserError: as ``diff_attention``; cu_seqlens of another shape or device.
+        RuntimeError: from PyTorch, where cu_seqlens are read on the host and do not split the rows.
     """
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
         if not isinstance(x, Tensor):
@@ -67,7 +65,7 @@ def diff_attention_varlen(
             raise UserError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
     keys = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), keys, keys if k2 is k1 else _as_batch(k2), _as_batch(v))
-    lam, first = _weight_as_batch("lam", lam, q1), _weight_as_batch("first", first, q1)
+    lam, first = _weight_as_batch(lam), _weight_as_batch(first)
     call = check(*tensors, lam, None, is_causal, window, scale, backend, first)
     bounds = (
         ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1),
@@ -83,14 +81,6 @@ def diff_attention_varlen(
     documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
     call = resolve(replace(call, **documents, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
     at_once = BACKENDS[call.backend].unsupported_reason(call) is None
-    if torch.jit.is_tracing() and not at_once:
-        raise UserError(
-            "torch.jit.trace would keep the ends of these documents for every later call; trace a call without packed "
-            "documents"
-        )
-    if not at_once:
-        for name, cu_seqlens, max_name, max_seqlen, x in bounds:
-            check_ends(name, cu_seqlens.tolist(), max_name, max_seqlen, len(x))
     if is_empty(call):
         return zeros(call)[0].transpose(0, 1)
     with autocast_off(q1.device.type):
@@ -103,15 +93,10 @@ def _as_batch(x: Tensor) -> Tensor:
     return x.transpose(0, 1)[None]
 
 
-def _weight_as_batch(name: str, x: Any, q1: Tensor) -> Any:
+def _weight_as_batch(x: Any) -> Any:
+    """The weight of a map in the layout of a batch, if it has dimensions of rows and heads."""
     if not isinstance(x, Tensor) or x.dim() < 2:
         return x
-    total, H, _ = q1.shape
-    if not broadcasts(x.shape, (total, H, 1)):
-        raise UserError(
-            f"{name} has shape {list(x.shape)}; give a float, a scalar, [{H}] (one per head) "
-            f"or dimensions that broadcast to [{total}, {H}, 1]"
-        )
     return _as_batch(x if x.dim() == 3 else x[None])
 
 
@@ -134,20 +119,11 @@ def _one_by_one(call: Call) -> Tensor:
 def check_bounds(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor) -> None:
     """Raise unless cu_seqlens and max_seqlen are of the right types, shape and device for the rows of x."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        given = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise UserError(f"{name} is {given}; give an int32 tensor, 0 and then the end of each document")
+        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
+        raise UserError(f"{name} is {kind}; give an int32 tensor, 0 and then the end of each document")
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
         raise UserError(f"{name} has shape {list(cu_seqlens.shape)}; give [documents + 1]")
     if cu_seqlens.device != x.device:
         raise UserError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
-    if integer(max_name, max_seqlen) < (1 if len(x) else 0):
+    if max_seqlen < (1 if len(x) else 0):
         raise UserError(f"{max_name} is {max_seqlen}; give the length of the longest document")
-
-
-def check_ends(name: str, ends: list[int], max_name: str, max_seqlen: int, total: int) -> None:
-    """Raise unless ``ends`` split ``total`` rows into documents of at most max_seqlen rows."""
-    lengths = [b - a for a, b in pairwise(ends)]
-    if ends[0] != 0 or ends[-1] != total or min(lengths) < 0:
-        raise UserError(f"{name} is {ends}; it must go from 0 to the number of rows, {total}, and not decrease")
-    if max(lengths) > max_seqlen:
-        raise UserError(f"{max_name} is {max_seqlen}, but {name} has a document of {max(lengths)} rows; give that")

@@ -50,12 +50,6 @@ def test_takes(options):
     assert support.unsupported_tensors(call_of(*tensors(**options))) is None
 
 
-def test_takes_one_key_for_both_maps_and_any_stride_of_a_dimension_of_size_1():
-    q1, q2, k1, _, v = (x[:1] for x in tensors())
-    k1 = k1.as_strided(k1.shape, (3, *k1.stride()[1:]))
-    assert support.unsupported_tensors(call_of(q1, q2, k1, None, v)) is None
-
-
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -123,14 +117,6 @@ def test_the_kernels_that_run_unasked_are_those_that_win_on_record():
         assert all(ours < plain / 1.1 for ours, plain in forward_and_backward)
 
 
-@pytest.mark.parametrize("sizes", [(65536, 1, 16), (1, 65536, 16), (64, 64, 2**19)])
-def test_wants_sizes_that_a_launch_can_have(sizes):
-    q = torch.empty(*sizes, 128, dtype=torch.bfloat16, device="meta")
-    v = torch.empty(*sizes, 256, dtype=torch.bfloat16, device="meta")
-    said = support.unsupported_tensors(call_of(q, q, q, q, v))
-    assert "not {} x {} x {}".format(*sizes) in str(said)
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="the plain kernels run on the CPU in the interpreter")
 @pytest.mark.parametrize(
     ("switch", "asked"), [(None, ["forward", "backward"]), ("1", ["forward", "backward"]), ("0", [])]
@@ -151,16 +137,6 @@ def test_a_backward_keeps_to_what_its_forward_was_told(monkeypatch, switch, aske
     monkeypatch.delenv(support.SWITCH, raising=False)
     out.sum().backward()
     assert seen == asked
-
-
-def test_another_value_of_the_switch_is_refused(monkeypatch):
-    monkeypatch.setenv(support.SWITCH, "backward")
-    with pytest.raises(ValueError, match=r"DIFF_TRANSFORMER_HOPPER is 'backward'; give 0 \(off\) or 1"):
-        support.switched_off()
-
-
-def test_no_cuda_device_no_kernel():
-    assert support.unsupported_reason(call_of(*tensors())) == "the Hopper kernels need a CUDA device, not cpu"
 
 
 def test_a_descriptor_sees_the_tensor_where_it_lies():

@@ -202,19 +202,6 @@ def test_opcheck(case):
     torch.library.opcheck(decode.attend_decode, (*arguments_of(x, **options), lengths))
 
 
-def test_compiles_as_one_graph():
-    x, lengths = inputs(B=2, S=70), torch.tensor([70, 40], dtype=torch.int32, device=DEVICE)
-
-    @torch.compile(fullgraph=True, backend="aot_eager")
-    def step(*x, lengths):
-        return diff_attention_decode(*x, lengths=lengths, backend="triton") * 2
-
-    with torch.no_grad():
-        out = step(*x, lengths=lengths)
-        expected = diff_attention_decode(*x, lengths=lengths, backend="triton") * 2
-    assert torch.equal(out, expected)
-
-
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "nine queries": ({"T": 9}, {}, "there are 9 queries; the decoding kernel takes at most 8"),
     "additive mask": ({}, {"attn_mask": torch.zeros(1, 1, 1, 150)}, "attn_mask is torch.float32; .* boolean masks"),

@@ -6,7 +6,6 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.call import Call, replace
 from diff_transformer.ops.triton import backward, interpreted, operator, tile_sizes
 from diff_transformer.testing import assert_within_budget, make_inputs
 
@@ -115,30 +114,3 @@ def test_a_small_chip_gets_tiles_that_fit_it():
     assert tile_sizes.table_for((9, 0), 227 * 1024, half) is tile_sizes.HOPPER
     assert tile_sizes.table_for((10, 0), 227 * 1024, half) is tile_sizes.BLACKWELL
     assert tile_sizes.table_for((9, 0), 227 * 1024, torch.float32) is tile_sizes.FP32
-
-
-def test_tiles_that_were_timed_are_for_their_widths_alone():
-    plain, timed = tile_sizes.HOPPER["forward"][64, 128][0], tile_sizes.HOPPER_TIMED["forward"][64, 128][0]
-
-    def tile(mask=None, table=tile_sizes.HOPPER, **sizes):
-        x = [y.bfloat16() for y in make_inputs(**{"B": 1, "H": 4, "T": 8, "D": 64} | sizes)]
-        return tile_sizes.tile_size("forward", Call(*x, scale=1.0, attn_mask=mask), False, table)
-
-    assert tile() == tile(G=2) == timed
-    assert tile(Dv=64) == tile(D=56, Dv=112) == tile(mask=torch.ones(1, 1, 1, 8, dtype=torch.bool)) == plain
-    assert tile(table=tile_sizes.MMA_SYNC) != timed
-
-
-def test_calls_with_features_get_their_own_tiles():
-    table = tile_sizes.MMA_SYNC
-    plain, featured = table["dq"][128, 256]
-    x = [y.bfloat16() for y in make_inputs(B=1, H=4, G=2, T=8, D=128)]
-    call = Call(*x, scale=1.0)
-    assert tile_sizes.tile_size("dq", call, False, table) == featured
-    call = replace(call, k1=call.q1, k2=call.q2)
-    assert tile_sizes.tile_size("dq", call, False, table) == plain
-    assert tile_sizes.tile_size("dq", replace(call, window=3), False, table) == featured
-    bounds = torch.tensor([0, 8], dtype=torch.int32)
-    packed = replace(call, cu_seqlens_q=bounds, cu_seqlens_k=bounds)
-    assert tile_sizes.tile_size("dq", packed, False, table) == featured
-    assert tile_sizes.tile_size("dq", call, True, table) == featured

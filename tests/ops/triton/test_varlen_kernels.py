@@ -80,25 +80,6 @@ def test_fp16(case):
         assert_within_budget(value, exact, eager)
 
 
-def test_autocast():
-    x = packed()
-    with torch.autocast(DEVICE, dtype=torch.float16):
-        out = attend(*x, is_causal=True)
-    assert out.dtype == torch.float16
-    assert torch.equal(out, attend(*(y.half() for y in x[:5]), x.lam, is_causal=True))
-    gradients = torch.autograd.grad(out.float().square().sum(), x)
-    assert {g.dtype for g in gradients} == {torch.float32}
-    assert all(g.any() for g in gradients)
-
-
-def test_activation_checkpointing():
-    x = packed(H=1)
-    expected = torch.autograd.grad(attend(*x, is_causal=True).sum(), x)
-    out = torch.utils.checkpoint.checkpoint(attend, *x, use_reentrant=False, is_causal=True)
-    for value, exact in zip(torch.autograd.grad(out.sum(), x), expected, strict=True):
-        assert_within_budget(value, exact)
-
-
 @pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two keys", "one key"])
 def test_compiles_into_one_graph(shared):
     x, (ends_q, ends_k) = packed(H=1), ends()

@@ -6,8 +6,7 @@
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import flops
-from diff_transformer.ops.arguments import refuse_second_derivatives, traced
+from diff_transformer.ops.arguments import traced
 from diff_transformer.ops.call import Call, in_dtype, replace, with_noise_head_for_each_mask
 from diff_transformer.ops.cpu import kernel, library
 
@@ -124,9 +123,4 @@ def _differentiate(ctx, dout):
     return (*gradients, None if tensors[6] is None else dfirst, None, None, None, None)
 
 
-flops.count({
-    torch.ops.diff_transformer.blockwise: flops.of_forward,
-    torch.ops.diff_transformer.blockwise_backward: flops.of_backward,
-})  # fmt: skip
 forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse_second_derivatives)

@@ -81,19 +81,19 @@ def decode_heads(
     if w is not None and (w.shape != (Dv,) or not w.is_contiguous() or w.dtype not in _DTYPES):
         return None
     out = v.new_empty(B, T, H, Dv)
-    kept: list[Tensor] = []
-    keys, shape = matrix(k1, kept), (B, H, T, 1)
+    copies: list[Tensor] = []
+    keys, shape = matrix(k1, copies), (B, H, T, 1)
     lam_is_number = not isinstance(lam, Tensor)
     problem = Problem(
-        q1=matrix(q1, kept), k1=keys, v=matrix(v, kept), out=Matrix(out.data_ptr(), T * H * Dv, Dv, H * Dv),
-        q2=matrix(q2, kept), k2=keys if k2 is k1 else matrix(k2, kept),
+        q1=matrix(q1, copies), k1=keys, v=matrix(v, copies), out=Matrix(out.data_ptr(), T * H * Dv, Dv, H * Dv),
+        q2=matrix(q2, copies), k2=keys if k2 is k1 else matrix(k2, copies),
         B=B, H=H, Hn=Hn, G=G, T=T, S=S, D=D, Dv=Dv, causal=is_causal, window=window or 0,
         threads=threads_of(B * H * T * S * (D + Dv)), rows=T, parts=1, bf16=q1.dtype == torch.bfloat16, scale=D**-0.5,
     )  # fmt: skip
     if not lam_is_number:
-        problem.lam = matrix(lam.expand(shape), kept)
+        problem.lam = matrix(lam.expand(shape), copies)
     if first is not None:
-        problem.first = matrix(first.expand(shape), kept)
+        problem.first = matrix(first.expand(shape), copies)
     output = HeadOutput(gain=gain, lambda_init=lam if lam_is_number else 0.0)
     if lambda_vectors:
         for name, x in zip(LAMBDA_VECTORS, lambda_vectors, strict=True):
@@ -104,7 +104,7 @@ def decode_heads(
     if norm_weight is not None:
         output.norm_weight, output.norm_weight_bf16 = norm_weight.data_ptr(), norm_weight.dtype == torch.bfloat16
     if gate is not None:
-        output.gate = matrix(gate.expand(shape), kept)
+        output.gate = matrix(gate.expand(shape), copies)
     native = library()
     assert native is not None  # ``available``
     check(native.diff_attention_decode(problem, output))

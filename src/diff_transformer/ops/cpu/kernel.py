@@ -56,7 +56,7 @@ def run(name: str, call: Call, rows: int, head_output: HeadOutput | None, **resu
     """
     native = library()
     assert native is not None  # ``unsupported_reason`` has asked
-    kept: list[Tensor] = []  # copies live until the kernel returns
+    copies: list[Tensor] = []  # copies live until the kernel returns
     q1, q2, k1, k2, v, lam = call.inputs
     lam_and_first = {name: results.pop(name).data_ptr() for name in ("dlam", "dfirst") if name in results}
     tensors = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, **results}
@@ -64,11 +64,11 @@ def run(name: str, call: Call, rows: int, head_output: HeadOutput | None, **resu
         tensors["first"] = call.first
     (B, H, T, D), Hn, (G, S), Dv = q1.shape, q2.shape[1], k1.shape[1:3], v.shape[3]
     threads = threads_of(B * H * T * S * (D + Dv))
-    matrices: dict[str, Any] = {name: matrix(x, kept) for name, x in tensors.items()}
+    matrices: dict[str, Any] = {name: matrix(x, copies) for name, x in tensors.items()}
     if k2 is k1:  # the kernel compares addresses
         matrices["k2"] = matrices["k1"]
     problem = Problem(
-        **matrices, **lam_and_first, mask=mask_of(call.attn_mask, kept),
+        **matrices, **lam_and_first, mask=mask_of(call.attn_mask, copies),
         B=B, H=H, Hn=Hn, G=G, T=T, S=S, D=D, Dv=Dv, causal=call.is_causal, window=call.window or 0,
         threads=threads, rows=rows, parts=-(-threads // (B * G)), bf16=q1.dtype == torch.bfloat16, scale=call.scale,
     )  # fmt: skip
@@ -92,22 +92,22 @@ def threads_of(work: int) -> int:
     return 1 if work < MAX_SINGLE_THREAD_WORK else torch.get_num_threads()
 
 
-def matrix(x: Tensor, kept: list[Tensor]) -> Matrix:
-    """``x`` [B, heads, rows, columns] for the kernel; a copy goes to ``kept`` if its columns are strided."""
+def matrix(x: Tensor, copies: list[Tensor]) -> Matrix:
+    """``x`` [B, heads, rows, columns] for the kernel; a copy goes to ``copies`` if its columns are strided."""
     if x.stride(3) != 1 and x.shape[3] > 1:
         x = x.contiguous()
-        kept.append(x)
+        copies.append(x)
     batch, head, row, _ = x.stride()
     return Matrix(x.data_ptr(), batch, head, row)
 
 
-def mask_of(attn_mask: Tensor | None, kept: list[Tensor]) -> Mask:
+def mask_of(attn_mask: Tensor | None, copies: list[Tensor]) -> Mask:
     """The mask [B|1, H|1, T|1, S|1] for the kernel; additive masks in fp32."""
     if attn_mask is None:
         return Mask()
     additive = attn_mask.dtype != torch.bool
     mask = attn_mask.float() if additive else attn_mask
-    kept.append(mask)
+    copies.append(mask)
     strides = [stride if size > 1 else 0 for size, stride in zip(mask.shape, mask.stride(), strict=True)]
     return Mask(mask.data_ptr(), *strides, additive)
 

@@ -34,10 +34,10 @@ def switched_off() -> bool:
     Raises:
         UserError: the variable is neither 0 nor 1.
     """
-    given = os.environ.get(SWITCH, "1")
-    if given not in ("0", "1"):
-        raise UserError(f"{SWITCH} is {given!r}; give 0 (off) or 1 (also with a Triton of which there is no record)")
-    return given == "0"
+    value = os.environ.get(SWITCH, "1")
+    if value not in ("0", "1"):
+        raise UserError(f"{SWITCH} is {value!r}; give 0 (off) or 1 (also with a Triton of which there is no record)")
+    return value == "0"
 
 
 def unsupported_installation(index: int | None) -> str | None:

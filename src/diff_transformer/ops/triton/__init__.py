@@ -15,7 +15,6 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from diff_transformer.importing import when_imported
 from diff_transformer.ops.call import OPERANDS, Call, in_dtype, replace
 from diff_transformer.ops.hopper.support import switched_off
 
@@ -49,7 +48,7 @@ def _unsupported_device(device_type: str, index: int | None) -> str | None:
         other = device_type if torch.version.hip is None else "ROCm"
         return f"the Triton kernels are written for NVIDIA GPUs, not for {other}; give backend='sdpa'"
     if not torch.cuda.is_available():
-        return "no CUDA device was found"
+        return "there is no CUDA device"
     capability = torch.cuda.get_device_capability(index)
     if capability < MIN_CAPABILITY:
         return (
@@ -96,12 +95,3 @@ def decodes(call: Call) -> bool:
 def _whole_rows(attn_mask: Tensor) -> bool:
     """True if a boolean mask masks each row fully or not at all."""
     return attn_mask.dtype == torch.bool and (attn_mask.shape[3] == 1 or attn_mask.stride(3) == 0)
-
-
-def _define_operators(_) -> None:
-    """Import the files of the operators, whose formulas a counter of FLOPs takes when it is made: before their call."""
-    if find_spec("triton") is not None:
-        from diff_transformer.ops.triton import decode, operator  # noqa: F401
-
-
-when_imported("torch.utils.flop_counter", _define_operators)

@@ -17,7 +17,6 @@ import torch
 import triton
 from torch import Tensor
 
-from diff_transformer.ops import flops
 from diff_transformer.ops.arguments import active_transform
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
@@ -172,6 +171,3 @@ def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tup
         }  # fmt: skip
         launches.append(Launch(decode_combine_kernel, (rows, -(-Dv // columns)), arguments))
     return out, launches
-
-
-flops.count({torch.ops.diff_transformer.triton_decode: flops.of_forward})

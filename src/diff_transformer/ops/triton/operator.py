@@ -10,8 +10,6 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from diff_transformer.ops import flops
-from diff_transformer.ops.arguments import refuse_second_derivatives
 from diff_transformer.ops.call import OPERANDS, Call
 from diff_transformer.ops.hopper.backward import attend_backward
 from diff_transformer.ops.hopper.forward import attend_forward
@@ -112,19 +110,13 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, dout, *unused):
     if dout is None:
         return (None,) * (OPERANDS + 2)
-    given = ctx.saved_tensors
-    tensors, saved = given[:10], given[10:]
-    found = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
-    gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], found, strict=True)]
+    tensors, saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+    computed = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
+    gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], computed, strict=True)]
     return *gradients, *(None,) * (OPERANDS - 5)
 
 
-flops.count({
-    torch.ops.diff_transformer.triton: flops.of_forward,
-    torch.ops.diff_transformer.triton_backward: flops.of_backward,
-})  # fmt: skip
 forward.register_autograd(_differentiate, setup_context=_save)
-backward.register_autograd(refuse_second_derivatives)
 
 
 def _by_hopper(direction: str, call: Call) -> bool:

@@ -169,8 +169,8 @@ def tile_size(kernel: str, call: Call, mask_by_query: bool, table: Table) -> Til
     D, Dv = call.q1.shape[3], call.v.shape[3]
     entry = next(entry for (width, value), entry in table[kernel].items() if width >= D and Dv <= value)
     shared_heads = call.q1.shape[1] != call.k1.shape[1]
-    given = (call.window, call.documents, call.attn_mask)
-    features = shared_heads or any(feature is not None for feature in given)
+    asked = (call.window, call.documents, call.attn_mask)
+    features = shared_heads or any(feature is not None for feature in asked)
     masked = mask_by_query or (kernel == "forward" and (call.attn_mask is not None or call.scale < 0))
     if table is HOPPER and not masked and (D, Dv) in HOPPER_TIMED[kernel]:
         return HOPPER_TIMED[kernel][D, Dv][0]
