@@ -3,8 +3,7 @@ import pytest
 from transformers import AutoConfig
 
 import diff_transformer.model.modeling  # noqa: F401  (registers the configuration)
-from diff_transformer import DiffAttention, DiffTransformerConfig, matched_baseline
-from diff_transformer.errors import UserError
+from diff_transformer import DiffTransformerConfig, matched_baseline
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import PRESETS, preset
 
@@ -40,43 +39,21 @@ def test_paper_sizes(name, billions):
     [
         ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
         ({"num_attention_heads": 3, "head_dim": 8}, "3 attention heads and 3 key/value heads do not make pairs"),
-        ({"num_key_value_heads": 3}, "4 attention heads and 3 key/value heads do not make pairs"),
         ({"num_key_value_heads": 1}, "do not make pairs, each with keys for both maps"),
-        ({"hidden_size": 0}, "hidden_size is 0; it must be positive"),
-        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; it must be positive"),
-        ({"vocab_size": 0}, "vocab_size is 0"),
-        ({"intermediate_size": -4}, "intermediate_size is -4"),
+        ({"intermediate_size": -4}, "intermediate_size is -4; give a positive whole number"),
+        ({"head_dim": "12"}, "head_dim is '12'; give a positive whole number"),
         ({"attention": "linear"}, "no attention 'linear'; there are: diff, diff_v2, diff_v3, gated, grouped_diff"),
         ({"lambda_init": "deep"}, "lambda_init is 'deep'; accepted: 'depth' or a number"),
         ({"head_norm": "layer"}, "no head_norm 'layer'; there are: True, False, no_weight"),
         ({"backend": "tritn"}, r"no backend 'tritn' \(did you mean 'triton'\?\); there are: auto, reference"),
         ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even width"),
-        ({"rms_norm_eps": "x"}, "rms_norm_eps is 'x'; give a number"),
-        ({"rms_norm_eps": float("nan")}, "rms_norm_eps is nan; it must be 0 or more"),
-        ({"lambda_std": -0.1}, "lambda_std is -0.1; it must be 0 or more"),
         ({"head_nrom": False}, "has no field 'head_nrom' .did you mean 'head_norm'"),
     ],
 )
 def test_bad_values_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, **fields})
-
-
-@pytest.mark.parametrize("name", ["hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim"])
-def test_sizes_that_are_no_numbers_are_refused(name):
-    with pytest.raises(UserError, match=f"{name} is '12'; give a whole number"):
-        DiffTransformerConfig(**{"hidden_size": 32, "num_attention_heads": 4, name: "12"})
-
-
-def test_only_differential_attention_is_a_layer():
-    with pytest.raises(UserError, match=r"attention is 'softmax'.* take torch"):
-        DiffAttention(32, 4, attention="softmax")
-
-
-def test_unknown_preset_names_the_known():
-    with pytest.raises(ValueError, match=r"no preset '4B' .*; there are: .*13\.1B"):
-        preset("4B")
 
 
 def test_config_survives_saving(tmp_path):
@@ -87,11 +64,7 @@ def test_config_survives_saving(tmp_path):
     assert loaded.to_diff_dict() == config.to_diff_dict()
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "held"),
-    [("hidden_size", np.int64(32), 32), ("rms_norm_eps", np.float64(1e-5), 1e-5), ("rms_norm_eps", 0, 0.0)],
-)
-def test_scalars_of_numpy_are_numbers(name, value, held):
-    config = preset("debug", **{name: value})
-    assert (getattr(config, name), type(getattr(config, name))) == (held, type(held))
+def test_sizes_of_numpy_are_numbers():
+    config = preset("debug", hidden_size=np.int64(32))
+    assert type(config.hidden_size) is int
     assert config.to_json_string()

@@ -12,7 +12,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from diff_transformer import DiffTransformerConfig, DiffTransformerForCausalLM
+from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.presets import preset
 
@@ -58,18 +58,6 @@ def test_eager_gradients_reach_the_returned_maps(attention, use_cache):
     torch.testing.assert_close(out.logits, model(ids).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_eager_maps_leave_the_cache_as_a_plain_pass_does():
-    model, ids = model_of("diff"), tokens(12)
-    model.set_attn_implementation("eager")
-    with torch.no_grad():
-        cache = model(ids[:, :8], output_attentions=True).past_key_values
-        found = model(ids[:, 8:], past_key_values=cache).logits
-        torch.testing.assert_close(found, model(ids).logits[:, 8:], rtol=1e-4, atol=1e-5)
-
-
-FOREIGN = {"is_decoder": True, "tokenizer_class": "GPT2Tokenizer", "task_specific_params": {"a": 1}, "my_note": "x"}
-
-
 @pytest.mark.parametrize("attention", ["diff", "diff_v3", "gated"])
 def test_early_exit_speculates_and_leaves_the_model_whole(attention):
     model, ids = model_of(attention), tokens(6, batch=1)
@@ -103,14 +91,6 @@ def test_heads_of_other_tasks_are_made_saved_and_trained(attention, auto, shape,
     assert loaded.model.embed_tokens.weight.grad.abs().max() > 0
 
 
-@EVERY_VARIANT
-def test_what_stays_in_fp32_exists(attention):
-    model = model_of(attention)
-    names = [name for name, _ in model.named_parameters()]
-    assert all(any(kept in name for name in names) for kept in model._keep_in_fp32_modules_strict)
-    assert bool(model._keep_in_fp32_modules_strict) == (attention in ("diff", "grouped_diff", "dint"))
-
-
 class Logits(torch.nn.Module):
     def __init__(self, model):
         super().__init__()
@@ -138,10 +118,6 @@ def test_an_exported_program_is_portable(attention, tmp_path):
         torch.testing.assert_close(loaded(ids), model(ids), rtol=1e-5, atol=1e-6)
 
 
-def test_every_configuration_has_the_attributes_that_trainers_read():
-    assert DiffTransformerConfig().auto_map == {}
-
-
 @EVERY_VARIANT
 def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
     model = model_of(attention)
@@ -157,11 +133,6 @@ def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
     (tmp_path / "README.md").write_text("mine")
     model.save_pretrained(tmp_path)
     assert (tmp_path / "README.md").read_text() == "mine"
-
-
-def test_the_card_of_another_task_names_its_class(tmp_path):
-    AutoModelForTokenClassification.from_config(preset("debug")).save_pretrained(tmp_path)
-    assert "AutoModelForTokenClassification.from_pretrained" in (tmp_path / "README.md").read_text()
 
 
 def timm_layer() -> dict:

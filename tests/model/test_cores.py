@@ -27,6 +27,7 @@ FORMULAS = {
     "v3, groups": replace(CORES["diff_v3"], signal_heads=2, initial_ratio=0.5),
     "gated": CORES["gated"],
     "gated, norm after": Variant(maps=1, gate="normed", head_norm="plain", head_scale=[1.0, 1.0, 2.0]),
+    "softmax, norm": replace(CORES["softmax"], head_norm="weighted", head_norm_init=0.3),
     "v2, norm": replace(CORES["diff_v2"], head_norm="weighted", head_norm_init=0.3),
     "v2, second map added": replace(CORES["diff_v2"], subtract=False, head_scale=1.9),
     "v1, second map added": replace(CORES["diff"], subtract=False),

@@ -66,14 +66,6 @@ def test_logits_and_text_stay_and_everything_learns(name):
         assert torch.equal(changed.generate(ids, **options), text)
 
 
-def test_grouped_queries_and_caches_stay_as_large_with_shared_keys():
-    cached = {kind: made("Qwen3", kind)(tokens()).past_key_values.layers[0] for kind in KINDS}
-    of_source = source("Qwen3")(tokens()).past_key_values.layers[0]
-    assert cached["diff_v2"].keys.shape == of_source.keys.shape
-    assert cached["diff"].keys.shape[1] == 2 * of_source.keys.shape[1]
-    assert cached["diff"].values.shape == of_source.values.shape
-
-
 @pytest.mark.parametrize("name", SHAPES)
 def test_static_cache_and_beams(name):
     greedy, beams = generated(source(name)), generated(source(name), num_beams=2)
@@ -206,23 +198,6 @@ def test_the_maps_separate_in_training(kind):
     assert (lam - 0.5).abs().max() > 1e-4
 
 
-def test_experiments_read_both_maps():
-    from diff_transformer.evals.attention_tap import changed_logits, tapped_attention
-
-    for name in ("Qwen3", "Phi-3, Phi-4"):
-        for kind in KINDS:
-            model, calls = made(name, kind), []
-            expected = logits(model, tokens())
-            with tapped_attention(model, calls.append):
-                assert torch.equal(logits(model, tokens()), expected)
-            assert [call.layer for call in calls] == [0, 1]
-            maps = calls[0].maps()
-            torch.testing.assert_close(maps[0], maps[1])
-            torch.testing.assert_close(calls[0].attention(), 0.5 * maps[0])
-            with changed_logits(model, lambda call: lambda found, allowed: found):
-                torch.testing.assert_close(logits(model, tokens()), expected, rtol=1e-5, atol=4e-6)
-
-
 def test_lora_on_the_new_projections(tmp_path):
     from peft import LoraConfig, PeftModel, get_peft_model
 
@@ -237,15 +212,6 @@ def test_lora_on_the_new_projections(tmp_path):
     expected = logits(adapted.eval(), tokens())
     assert torch.equal(logits(PeftModel.from_pretrained(base, tmp_path / "adapter").eval(), tokens()), expected)
     torch.testing.assert_close(logits(adapted.merge_and_unload(), tokens()), expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_static_cache_with_adapters(kind):
-    from peft import LoraConfig, get_peft_model
-
-    settings = LoraConfig(target_modules=["q_proj"], modules_to_save=["differential_lambda"])
-    adapted = get_peft_model(made("Qwen3", kind), settings).eval()
-    assert generated(adapted, cache_implementation="static", disable_compile=True) == generated(source("Qwen3"))
 
 
 def _arguments(kind, folder, **options):

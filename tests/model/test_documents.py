@@ -54,16 +54,6 @@ def test_documents_end_with_their_token_and_with_the_row():
     assert positions[1].tolist() == list(range(20))
 
 
-def test_each_document_is_as_if_alone(model):
-    ids = rows()
-    together = model(**packed(ids)).logits
-    for row, start, stop in ((0, 0, 7), (0, 7, 8), (0, 8, 20), (1, 0, 20)):
-        alone = model(input_ids=ids[row : row + 1, start:stop], use_cache=False).logits[0]
-        torch.testing.assert_close(together[row, start:stop], alone, rtol=1e-5, atol=1e-5)
-    joined = model(input_ids=ids, use_cache=False).logits
-    assert (joined[0, 8:] - together[0, 8:]).abs().max() > 1e-3
-
-
 @pytest.mark.parametrize("use_cache", [None, True, False])
 def test_positions_that_begin_anew_separate_documents(any_model, use_cache):
     """With the cache that a model in eval mode makes by default as well as without."""

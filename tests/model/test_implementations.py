@@ -6,10 +6,8 @@ from transformers import AutoModelForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model import cores
-from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, check_implementation
+from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS
 from diff_transformer.model.presets import preset
-from diff_transformer.ops.backends import BACKENDS
-from diff_transformer.ops.sdpa import softmax_attention
 
 BOTH = pytest.mark.parametrize("attention", ["diff", "softmax"])
 HERE = ["eager", "sdpa", "diff_auto", "diff_reference", "diff_blockwise", "diff_sdpa"]
@@ -124,17 +122,3 @@ def test_unknown_names_are_refused(name, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         model.set_attn_implementation(name)
     assert model.config._attn_implementation == DEFAULT
-
-
-def test_every_backend_has_a_name():
-    assert {f"diff_{name}" for name in BACKENDS} <= IMPLEMENTATIONS.keys()
-    assert {chosen.softmax for chosen in IMPLEMENTATIONS.values()} == {"sdpa", "eager"}
-    assert check_implementation(None) == DEFAULT
-
-
-def test_eager_softmax_attention_gives_zero_to_rows_that_see_nothing():
-    q, k, v = torch.randn(3, 1, 2, 4, 8).unbind()
-    mask = torch.tensor([[0, 0, 0, 0], [1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 1]], dtype=torch.bool)
-    out = softmax_attention(q, k, v, mask, False, backend="eager")
-    assert torch.equal(out[:, :, 0], torch.zeros_like(out[:, :, 0]))
-    torch.testing.assert_close(out[:, :, 1], v[:, :, 0])

@@ -1,9 +1,6 @@
-import re
-
 import pytest
 
 from diff_transformer import DiffTransformerConfig, matched_baseline
-from diff_transformer.cli.info import pair_table
 from diff_transformer.errors import UserError
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.matching import VARIANTS, cost_matched, variant
@@ -79,19 +76,6 @@ def test_what_cannot_be_matched_is_refused():
         variant(preset("2.8B", num_attention_heads=10, num_key_value_heads=10), "grouped_diff")
     with pytest.raises(ValueError, match=r"more than the whole feed-forward \(intermediate_size 8\); give a wider one"):
         variant(preset("debug", intermediate_size=8), "diff_v2")
-
-
-def test_the_table_shows_both_widths():
-    from rich.console import Console
-
-    console = Console(width=140, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    console.print(pair_table("3B", attention="diff_v2"))
-    shown = console.export_text()
-    assert re.search(r"feed-forward width\W+7,168\W+8,192\W+-12\.500 %", shown)
-    assert re.search(r"DIFF V2", shown)
-    assert re.search(r"24 heads, d 128, values 128", shown)
-    console.print(pair_table("3B"))
-    assert "feed-forward width" not in console.export_text()
 
 
 def test_parts_of_a_core_by_name():

@@ -1,11 +1,14 @@
+from itertools import pairwise
+
 import pytest
 import torch
-from transformers import AutoModel, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, StaticCache
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
-from diff_transformer import DiffTransformerForCausalLM, diff_attention, matched_baseline
+from diff_transformer import DiffTransformerForCausalLM, diff_attention, lambda_init
 from diff_transformer.model import cores
 from diff_transformer.model.convert import from_llama, to_llama
-from diff_transformer.model.cost import count_parameters
+from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.presets import preset
 from diff_transformer.model.wider import wider
@@ -127,16 +130,6 @@ def test_gradient_checkpointing_gives_the_same_gradients(attention):
         torch.testing.assert_close(parameter.grad, gradient)
 
 
-def test_attention_outputs():
-    model, ids = make(), tokens()
-    out = model(ids, output_attentions=True)
-    assert [a.shape for a in out.attentions] == [(2, 2, 20, 20)] * 2
-    parts = model(ids, output_attentions=True, output_attention_parts=True).attentions
-    for lam, part, difference in zip(model.lambdas(), parts, out.attentions, strict=True):
-        torch.testing.assert_close(part.first - lam * part.second, difference, atol=1e-6, rtol=1e-5)
-    assert make("softmax")(ids, output_attentions=True).attentions[0].shape == (2, 4, 20, 20)
-
-
 def test_lambda_stays_fp32_in_a_bf16_model(tmp_path):
     model = make()
     vector = model.model.layers[1].self_attn.core.lam.lambda_k2.clone()
@@ -184,13 +177,6 @@ def test_softmax_model_is_llama(kv_heads, tied):
     torch.testing.assert_close(back(tokens()).logits, llama(tokens()).logits, atol=1e-6, rtol=1e-6)
 
 
-def test_eager_masks_give_the_same_logits():
-    model, ids = make(), tokens()
-    expected = model(ids).logits
-    model.set_attn_implementation("eager")
-    torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=1e-5)
-
-
 @pytest.mark.parametrize(
     "attention",
     ["diff", *(pytest.param(k, marks=pytest.mark.slow) for k in ("diff_v2", "softmax", "grouped_diff", "dint"))],
@@ -208,23 +194,6 @@ def test_one_of_ids_and_embeddings():
         make().model()
 
 
-def test_what_transformers_passes_to_any_model_changes_nothing():
-    model, ids = make(), tokens()
-    known = {"num_items_in_batch": None, "token_type_ids": torch.zeros_like(ids), "output_hidden_states": True}
-    known["tokenizer"] = object()  # from a server
-    out = model(ids, labels=ids, **known)
-    assert torch.equal(out.logits, model(ids).logits)
-    assert len(out.hidden_states) == 3
-
-
-def test_baseline_takes_the_same_weights():
-    model = make()
-    baseline = DiffTransformerForCausalLM(matched_baseline(model.config))
-    missing, unexpected = baseline.load_state_dict(model.state_dict(), strict=False)
-    assert not missing
-    assert all(".core." in name for name in unexpected)
-
-
 @pytest.mark.parametrize("cast", [lambda m: m.to(torch.bfloat16), lambda m: m.half(), lambda m: wider(m.bfloat16())])
 def test_casts_keep_the_frequencies_of_the_rotary_embedding(cast):
     """In bf16, positions beyond 256 would collapse (huggingface/transformers issue 25681)."""
@@ -233,3 +202,75 @@ def test_casts_keep_the_frequencies_of_the_rotary_embedding(cast):
     assert model.dtype != torch.float32
     assert torch.equal(model.model.rotary_emb.inv_freq, exact)
     assert torch.equal(model.model.rotary_emb.original_inv_freq, exact)
+
+
+@ALL
+def test_packed_documents_are_as_if_alone(attention):
+    model, ids = make(attention, embedding_initializer_range=1.0), tokens()
+    bounds = torch.tensor([0, 7, 20, 25, 40], dtype=torch.int32)
+    packed = model(ids, cu_seq_lens_q=bounds, max_length_q=15).logits.flatten(0, 1)
+    rows = ids.flatten()
+    parts = [model(rows[None, a:b]).logits[0] for a, b in pairwise(bounds)]
+    torch.testing.assert_close(packed, torch.cat(parts), atol=2e-5, rtol=1e-5)
+
+
+@ALL
+def test_telemetry(attention):
+    model = make(attention, embedding_initializer_range=1.0)
+    model(tokens())
+    lambdas = model.lambdas()
+    assert (lambdas.dtype, lambdas.requires_grad) == (torch.float32, False)
+    cores = [layer.self_attn.core for layer in model.model.layers]
+    if attention in ("softmax", "softmax_norm", "gated"):
+        assert not lambdas.numel()
+    elif attention in ("diff_v2", "diff_v3"):
+        x = model.model.layers[0].input_layernorm(model.model.embed_tokens(tokens()))
+        columns = cores[0].lam.columns
+        expected = (x @ cores[0].lam.proj.weight[columns - 1 :: columns].T).sigmoid().mean()
+        assert lambdas[0] == pytest.approx(expected.item(), abs=1e-6)
+        assert lambdas[0] != 0.5
+        assert len(lambdas) == 2
+    elif attention == "fixed_lambda":
+        assert lambdas.tolist() == pytest.approx([lambda_init(0), lambda_init(1)], rel=1e-6)
+    else:
+        assert lambdas.tolist() == pytest.approx([core.lam().item() for core in cores])
+
+
+@ALL
+def test_bf16_autocast_trains(attention):
+    model, ids = make(attention).train(), tokens()
+    with torch.autocast("cpu", torch.bfloat16):
+        loss = model(ids, labels=ids).loss
+    loss.backward()
+    exact = make(attention, embedding_initializer_range=1.0)(ids, labels=ids).loss
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+@ALL
+@pytest.mark.parametrize("fields", [{}, {"num_key_value_heads": 2, "value_head_dim": 6, "tie_word_embeddings": False}])
+def test_cost_is_what_the_model_does(attention, fields):
+    """FLOPs of all products of a forward pass, in which every query sees every key (2 T - 1 tokens on average), and
+    the bytes that a cache then holds."""
+    model, ids = make(attention, **{"embedding_initializer_range": 1.0, **fields}), tokens(1, 20)
+    model.set_attn_implementation("eager")
+    with FlopCounterMode(display=False) as counter:
+        model(ids, use_cache=False)
+    config, heads, keys = model.config, model.config.heads, 20
+    cost = model_cost(config, length=2 * keys - 1, bytes_per_value=4)
+    norms = 4 * heads.outputs * heads.value_dim if model.model.layers[0].self_attn.core.head_norm is not None else 0
+    subtraction = 2 * heads.outputs * keys if config.variant.maps == 2 else 0
+    norms += heads.outputs * heads.value_dim * (config.variant.gate is not None)
+    products = cost.flops_per_token - config.num_hidden_layers * (norms + subtraction)
+    counted = counter.get_total_flops() / 20
+    if attention == "dint":  # the backends compute scores anew for the product of the first map
+        counted -= config.num_hidden_layers * 2 * heads.queries * heads.head_dim * keys
+    if attention == "grouped_diff":  # "eager" repeats the noise map for each of its signal heads
+        counted -= config.num_hidden_layers * 2 * (2 * heads.outputs - heads.queries) * heads.head_dim * keys
+    assert products == counted
+    if attention == "dint":
+        return
+    cache = DynamicCache(config=config)
+    model(ids, past_key_values=cache)
+    held = sum(x.numel() * x.element_size() for layer in cache.layers for x in (layer.keys, layer.values))
+    assert held == cost.kv_bytes_per_token * 20

@@ -4,12 +4,11 @@ import pytest
 import torch
 from transformers import DynamicCache, StaticCache
 
-from diff_transformer import DiffAttention, DiffTransformerForCausalLM, diff_attention, diff_attention_decode
+from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.cost import attention_core_flops, model_cost
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.inputs import Packing
 from diff_transformer.model.presets import preset
-from diff_transformer.testing import make_inputs
 
 WINDOW = 5
 KINDS = pytest.mark.parametrize("attention", [kind for kind in ATTENTIONS if kind != "dint"])  # which has none
@@ -134,28 +133,6 @@ def test_no_mask_of_the_size_of_a_map_is_made(monkeypatch):
         make("softmax")(ids, attention_mask=padded)
 
 
-def test_the_layer_takes_a_window():
-    layer = DiffAttention(32, 4, is_causal=True, window=WINDOW)
-    x = torch.randn(1, 12, 32)
-    seen = layer(x)[0]
-    layer.core.window = None
-    torch.testing.assert_close(layer(x, attention_mask=band(12))[0], seen, atol=1e-6, rtol=1e-5)
-    with pytest.raises(ValueError, match="window is 0; it must be positive"):
-        DiffAttention(32, 4, window=0)
-
-
-def test_the_decoding_operator_respects_the_window_and_lengths():
-    x = make_inputs(B=2, T=2, S=24, requires_grad=False)
-    lengths = torch.tensor([24, 11])
-    out = diff_attention_decode(*x, lengths=lengths, window=WINDOW)
-    for row, used in enumerate(lengths.tolist()):
-        q1, q2, k1, k2, v, lam = (part[row : row + 1] for part in x)
-        cut = slice(max(0, used - WINDOW - 1), used)
-        keys = (k1[:, :, cut], k2[:, :, cut], v[:, :, cut])
-        alone = diff_attention(q1, q2, *keys, lam, is_causal=True, window=WINDOW, backend="reference")
-        torch.testing.assert_close(out[row : row + 1], alone, atol=1e-5, rtol=1e-5)
-
-
 def test_cost_counts_the_window():
     """A window of 2 over 4 tokens: queries see 1, 2, 2, 2 keys, 1.75 on average; without it 2.5."""
     windowed, whole = preset("debug", sliding_window=2), preset("debug")
@@ -167,8 +144,3 @@ def test_cost_counts_the_window():
     cost = model_cost(windowed)
     assert cost.kv_bytes_per_token == model_cost(whole).kv_bytes_per_token
     assert (cost.kv_bytes(1), cost.kv_bytes(100)) == (cost.kv_bytes_per_token, 2 * cost.kv_bytes_per_token)
-
-
-def test_a_window_that_is_not_positive_is_refused():
-    with pytest.raises(ValueError, match="sliding_window is 0; it must be positive"):
-        preset("debug", sliding_window=0)

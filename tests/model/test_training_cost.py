@@ -6,12 +6,7 @@ import pytest
 import torch
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.cost import (
-    layer_activation_bytes,
-    product_bytes,
-    training_memory,
-    training_seconds,
-)
+from diff_transformer.model.cost import activation_bytes, training_memory
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import held_memory
@@ -53,7 +48,7 @@ def test_activations_are_what_autograd_saves(attention, mixed, fields):
         for n in (1, 3)
     )  # fmt: skip
     config = preset("demo", attention=attention, **fields)
-    predicted = layer_activation_bytes(config, mixed=mixed)
+    predicted = activation_bytes(config, mixed=mixed)["none"]
     assert predicted == pytest.approx((three - one) / 2 / (rows * length), rel=0.03)
 
 
@@ -98,7 +93,7 @@ def test_selective_checkpointing_keeps_products_and_attention(attention, mixed):
 
     config = preset("demo", attention=attention, num_key_value_heads=4)
     of_two_layers = held(3, 200) - held(3, 100) - (held(1, 200) - held(1, 100))
-    assert of_two_layers / (2 * 3 * 100) == pytest.approx(product_bytes(config, mixed=mixed), rel=0.03)
+    assert of_two_layers / (2 * 3 * 100) == pytest.approx(activation_bytes(config, mixed=mixed)["selective"], rel=0.03)
 
 
 def test_states_are_weights_gradients_and_two_moments():
@@ -132,13 +127,3 @@ def test_tensor_parallel_divides_all_but_the_residual_stream():
         assert getattr(half, part) == pytest.approx(getattr(whole, part) / 2, abs=2)
     stream = 500 * config.num_hidden_layers * 26 * config.hidden_size
     assert half.activations - stream == pytest.approx((whole.activations - stream) / 2)
-
-
-def test_seconds_by_hand():
-    config = preset("debug")
-    from diff_transformer.model.cost import model_cost
-
-    flops = 3 * model_cost(config, length=100).flops_per_token * 1e6
-    assert training_seconds(config, tokens=10**6, length=100, devices=2, peak_flops=1e9, utilisation=0.5) == flops / 1e9
-    with pytest.raises(ValueError, match="peak_flops"):
-        training_seconds(config, tokens=1, peak_flops=0)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from motif import write_motif
 from safetensors.torch import load_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
@@ -28,8 +29,7 @@ def published(tmp_path):
         if layout == "diffllama":
             DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, **fields)).save_pretrained(folder)
             return folder
-        DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES, **MOTIF, **fields)).save_pretrained(tmp_path / "ours")
-        convert_folder(tmp_path / "ours", folder, target="motif")
+        write_motif(DiffTransformerForCausalLM(DiffTransformerConfig(**SIZES, **MOTIF, **fields)), folder)
         told = json.loads((folder / "config.json").read_text())
         auto_map = {"AutoConfig": "configuration_motif.MotifConfig"}
         (folder / "config.json").write_text(json.dumps(told | {"model_type": "Motif", "auto_map": auto_map}))

@@ -3,8 +3,9 @@
 import pytest
 import torch
 from engine_models import expected, prompts, run_parallel
+from motif import write_motif
 
-from diff_transformer.model.convert import convert_folder
+from diff_transformer.data.tokenizer import byte_tokenizer
 
 CASES = {
     "diff": {"attention": "diff", "num_key_value_heads": 4},
@@ -26,7 +27,8 @@ VARIANTS = ("diff", "softmax", "diff_v2", "grouped_diff")
 def found(save_model, tmp_path_factory):
     """What the engines found, by case and size: one process starts all, for each takes seconds to import vLLM."""
     scratch, folders = tmp_path_factory.mktemp("parallel"), {case: save_model(**CASES[case])[1] for case in CASES}
-    convert_folder(save_model(**PUBLISHED)[1], scratch / "motif", target="motif")
+    write_motif(save_model(**PUBLISHED)[0], scratch / "motif")
+    byte_tokenizer().save_pretrained(scratch / "motif")
     requests = {
         (case, "tensor"): (folder, TENSOR, ROWS) for case, folder in (*folders.items(), ("motif", scratch / "motif"))
     }

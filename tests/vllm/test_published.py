@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from engine_models import SIZES, answers, build, expected, prompts
+from motif import write_motif
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -41,7 +42,8 @@ def motif(tmp_path):
 
     def save(**fields):
         model, folder = build(tmp_path / "ours", **fields), tmp_path / "motif"
-        convert_folder(tmp_path / "ours", folder, target="motif")
+        write_motif(model, folder)
+        byte_tokenizer().save_pretrained(folder)
         told = json.loads((folder / "config.json").read_text())
         auto_map = {"AutoConfig": "configuration_motif.MotifConfig", "AutoModelForCausalLM": "modeling_motif.Motif"}
         (folder / "config.json").write_text(json.dumps(told | {"model_type": "Motif", "auto_map": auto_map}))

@@ -9,7 +9,7 @@ from rich.table import Table
 from diff_transformer.checks import require_positive
 from diff_transformer.lab.sides import name_of
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost, training_seconds
+from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import PRESETS, preset
 
@@ -125,9 +125,8 @@ def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
     table.add_row(f"fits {room:.1f} GiB", *("yes" if used.gib <= room else "no" for used in needed.values()))
     chosen = next((what for what, used in needed.items() if used.gib <= room), None)
     tokens = run.train.batch_size * run.data.length
-    seconds = training_seconds(
-        config, tokens=tokens, length=run.data.length, devices=gpus, peak_flops=BF16_PEAK_FLOPS["H100"]
-    )
+    flops = model_cost(config, length=run.data.length).training_flops_per_token * tokens
+    seconds = flops / (0.4 * gpus * BF16_PEAK_FLOPS["H100"])
     lines = [
         f"{FILLED:.0%} of {memory:g} GiB may be used; the allocator takes 5 to 20 % more than these sums.",
         f"A step computes for {seconds:.2f} s on H100s at 40 % of their peak.",

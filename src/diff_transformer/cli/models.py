@@ -12,25 +12,18 @@ from diff_transformer.cli.app import DryRun, Out, app, computing, quiet
 def convert(
     source: Annotated[Path, typer.Argument(help="Folder of the model to convert.")],
     out: Out,
-    origin: Annotated[
-        str | None,
-        typer.Option(
-            "--from",
-            help="llama, diffllama, motif, diff-transformer; detected from the folder by default.",
-        ),
-    ] = None,
     target: Annotated[
         str,
         typer.Option(
             "--to",
-            help="diff-transformer, llama, diffllama or motif; diff or diff_v2 make a DIFF "
+            help="diff-transformer, llama or diffllama; diff or diff_v2 make a DIFF "
             "Transformer of a softmax model with equal logits, of most decoders of transformers in their own class.",
         ),
     ] = "diff-transformer",
     lambda_init: Annotated[float, typer.Option(help="With --to diff: initial lambda, between 0 and 1.")] = 0.5,
     dtype: Annotated[
         str | None,
-        typer.Option(help="float32, bfloat16, float16 or float64 for the matrices; the source's by default."),
+        typer.Option(help="float32, bfloat16 or float16 for the matrices; the source's by default."),
     ] = None,
     dry_run: DryRun = False,
 ):
@@ -49,7 +42,7 @@ def convert(
     print(f"{source}: {layout or settings.get('model_type')}, {size:.2f} GB; to {target}, in {out}")
     if dry_run:
         return
-    for note in convert_folder(source, out, origin, target, dtype=dtype, lambda_init=lambda_init):
+    for note in convert_folder(source, out, target, dtype=dtype, lambda_init=lambda_init):
         print(note)
     print(f"model: {out}")
 

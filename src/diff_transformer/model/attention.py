@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from diff_transformer.checks import require_known, require_positive
+from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
 from diff_transformer.model.caches import mask_unused_slots, slots_in_use, update_cache
 from diff_transformer.model.cores import AttentionCore
@@ -20,8 +20,6 @@ from diff_transformer.model.heads import HeadCounts, Variant, count_heads, defau
 from diff_transformer.model.implementations import attention_backend
 from diff_transformer.model.inputs import Packing, Visible, with_key_padding
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, clip_rms, rotary_tables
-from diff_transformer.ops.arguments import flag
-from diff_transformer.ops.backends import BACKENDS
 from diff_transformer.ops.reference import DiffMaps
 
 
@@ -61,10 +59,10 @@ class Attention(nn.Module):
     @classmethod
     def from_config(cls, config, layer_idx: int) -> "Attention":
         """The attention of layer ``layer_idx`` of a model; the models of a pair differ only in the core."""
-        variant, eps = config.variant, config.head_norm_eps or config.rms_norm_eps
-        options: Any = {"backend": attention_backend(config), "window": config.sliding_window, "norm_eps": eps}
-        kind = DintCore if variant.means else AttentionCore
-        core = kind(variant, config.hidden_size, config.heads, layer_idx, **options)
+        core = core_of(
+            config.variant, config.hidden_size, config.heads, layer_idx, backend=attention_backend(config),
+            window=config.sliding_window, norm_eps=config.head_norm_eps or config.rms_norm_eps,
+        )  # fmt: skip
         return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx, qk_clip=config.qk_clip)
 
     def forward(
@@ -119,7 +117,7 @@ class Attention(nn.Module):
         q, k, v = self._project(hidden_states, context, position_ids, position_embeddings, cache)
         with_maps = output_attentions or output_attention_parts
         if visible is None:
-            causal = self.is_causal if is_causal is None else flag("is_causal", is_causal)
+            causal = self.is_causal if is_causal is None else is_causal
             visible = Visible(attention_mask, causal, None, documents, query_padding_mask)
             visible = self._complete(visible, q.shape[2], k, key_padding_mask, cache, context)
         if visible.documents is not None and with_maps:
@@ -252,8 +250,7 @@ class DiffAttention(Attention):
     needs a wrapper that returns the first.
 
     Raises:
-        UserError: for sizes that are not positive, head counts that are odd or do not divide, unknown values, and
-            arguments that exclude one another.
+        UserError: for sizes that are not positive, head counts that are odd or do not divide, and unknown values.
     """
 
     def __init__(
@@ -290,18 +287,8 @@ class DiffAttention(Attention):
         if head_dim is None and hidden_size % num_heads:
             raise UserError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
         head_dim = head_dim or hidden_size // num_heads
-        if rope_theta is not None and context_size is not None:
-            raise UserError("rope_theta and context_size exclude each other: cross-attention has no shared positions")
-        if attention == "softmax":
-            raise UserError("attention is 'softmax'; for softmax attention take torch.nn.MultiheadAttention")
-        require_known("backend", backend, ("auto", *BACKENDS))
         if rope_theta is not None and head_dim % 2:
             raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
-        if window is not None and not is_causal:
-            raise UserError(
-                f"window={window} without is_causal=True; a window counts back from the query's own position. "
-                "Set is_causal=True, or give another band as attention_mask"
-            )
         if isinstance(attention, Variant):
             variant = attention
         else:
@@ -315,23 +302,23 @@ class DiffAttention(Attention):
             )  # fmt: skip
         key_value_heads = num_key_value_heads or default_key_value_heads(variant, num_heads)
         heads = count_heads(variant, num_heads, key_value_heads, head_dim, value_head_dim)
-        options = {"backend": backend, "window": window, "norm_eps": norm_eps}
-        if variant.means:
-            core = DintCore(variant, hidden_size, heads, layer_index, is_causal=is_causal, **options)
-        else:
-            core = AttentionCore(variant, hidden_size, heads, layer_index, **options)
+        core = core_of(
+            variant, hidden_size, heads, layer_index, is_causal=is_causal, backend=backend, window=window,
+            norm_eps=norm_eps,
+        )  # fmt: skip
         super().__init__(
-            hidden_size,
-            heads,
-            core,
-            context_size=context_size,
-            is_causal=is_causal,
-            rope_theta=rope_theta,
-            layer_idx=layer_index,
-            bias=bias,
-            qk_norm=norm_eps if qk_norm else None,
-            qk_clip=qk_clip,
-        )
+            hidden_size, heads, core, context_size=context_size, is_causal=is_causal, rope_theta=rope_theta,
+            layer_idx=layer_index, bias=bias, qk_norm=norm_eps if qk_norm else None, qk_clip=qk_clip,
+        )  # fmt: skip
+
+
+def core_of(
+    variant: Variant, hidden_size: int, heads: HeadCounts, layer_index: int, *, is_causal: bool = True, **options: Any
+) -> AttentionCore:
+    """The core of a variant; ``options`` are those of ``AttentionCore``."""
+    if variant.means:
+        return DintCore(variant, hidden_size, heads, layer_index, is_causal=is_causal, **options)
+    return AttentionCore(variant, hidden_size, heads, layer_index, **options)
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:

@@ -35,18 +35,17 @@ def write_card(model: Any, folder: Path, training: Mapping[str, str] | None = No
 
 def card(model: Any, training: Mapping[str, str] | None = None) -> str:
     """The text of the model card: what the model is, how to load it, its sizes, how it was trained if that is known."""
-    name, entry = type(model).__name__, getattr(model.config, "differential", None)
-    parameters = f"{model.num_parameters():,}"
+    name, config, entry = type(model).__name__, model.config, getattr(model.config, "differential", None)
+    facts: dict[str, object] = {"parameters": f"{model.num_parameters():,}"}
+    tags = ["diff-transformer"]
     if entry is None:
-        config, source, tags = model.config, vars(model).get("source_facts") or {}, ["diff-transformer"]
-        title = _TITLES[config.attention]
-        auto = f"AutoModel{''.join(name.partition('For')[1:])}"
+        source = vars(model).get("source_facts") or {}
+        title, auto = _TITLES[config.attention], f"AutoModel{''.join(name.partition('For')[1:])}"
         needs = (
             "It needs the package (`pip install diff-transformer`). vLLM then finds the model by itself; other "
             "programs import `diff_transformer` first, or pass `trust_remote_code=True`."
         )
-        facts = {
-            "parameters": parameters,
+        facts |= {
             "layers": config.num_hidden_layers,
             "hidden size": config.hidden_size,
             "attention heads": f"{config.heads.outputs} (values of width {config.heads.value_dim})",
@@ -55,20 +54,18 @@ def card(model: Any, training: Mapping[str, str] | None = None) -> str:
             "longest sequence": f"{config.max_position_embeddings:,} tokens",
         }
     else:
-        source, tags = entry.get("source") or {}, ["diff-transformer", "differential-attention"]
-        base, auto = source.get("base_model"), "AutoModelForCausalLM"
-        title = f"{base or name} with differential attention{', trained' if training else ''}"
+        source, auto = entry.get("source") or {}, "AutoModelForCausalLM"
+        tags.append("differential-attention")
+        title = f"{source.get('base_model') or name} with differential attention{', trained' if training else ''}"
         start = "" if training else " Until further training, the logits are those of the model before, up to rounding."
         needs = (
             f"Each attention head became two, whose maps are subtracted (arXiv 2410.05258).{start} It needs the "
             "package (`pip install diff-transformer`)."
         )
-        facts = {
-            **({"base model": base} if base else {}),
+        facts |= {
             "class": f"{name}, whose code is unchanged",
             "attention": f"`{entry['kind']}`: {_MAPS[entry['kind']]}",
             "lambda at the start": f"{entry['lambda_init']:g}",
-            "parameters": parameters,
         }
     metadata = {"library_name": "transformers", **source, "tags": "".join(f"\n- {tag}" for tag in tags)}
     head = "".join(f"{key}: {value}\n" for key, value in metadata.items()).replace("tags: \n", "tags:\n")

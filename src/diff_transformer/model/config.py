@@ -1,7 +1,7 @@
 """The configuration of the DIFF Transformer and of its matched Transformer: one class, one field apart."""
 
 import os
-from numbers import Integral, Real
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +32,6 @@ from diff_transformer.model.modeling import (
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
     "head_dim", "value_head_dim", "signal_heads_per_noise_head", "max_position_embeddings", "sliding_window",
-)  # fmt: skip
-_NUMBERS = (
-    "rms_norm_eps", "head_norm_eps", "lambda_std", "initializer_range", "embedding_initializer_range",
-    "output_initializer_range", "qk_clip",
 )  # fmt: skip
 # Keys that transformers writes into a configuration, or passes with it, without declaring them as fields.
 _TRANSFORMERS_KEYS = {
@@ -247,15 +243,13 @@ class DiffTransformerConfig(PreTrainedConfig):
         _ = self.heads  # raises for head counts that do not fit
 
     def _check_sizes(self):
-        for name in (*_SIZES, *_NUMBERS):
-            value, kind = getattr(self, name), Integral if name in _SIZES else Real
+        for name in _SIZES:
+            value = getattr(self, name)
             if value is None and getattr(type(self), name) is None:
                 continue
-            if not isinstance(value, kind) or isinstance(value, bool):
-                raise UserError(f"{name} is {value!r}; give a {'whole ' if kind is Integral else ''}number")
-            if not value >= 0 or (kind is Integral and value == 0):
-                raise UserError(f"{name} is {value}; it must be {'positive' if kind is Integral else '0 or more'}")
-            setattr(self, name, int(value) if kind is Integral else float(value))  # of NumPy's scalars
+            if not isinstance(value, Integral) or value < 1:
+                raise UserError(f"{name} is {value!r}; give a positive whole number")
+            setattr(self, name, int(value))  # of NumPy's scalars
 
     @property
     def heads(self) -> HeadCounts:

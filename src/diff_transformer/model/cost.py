@@ -1,9 +1,8 @@
 """The cost of a model, from its configuration alone.
 
-Inference: parameters by part, FLOPs for each token, bytes of key/value cache. Training: memory on each device, and
-time. Training keeps 16 bytes for each parameter, with AdamW on fp32 master weights: 4 for the weight, 4 for its
-gradient, 8 for the two moments. Sharding divides them by the number of devices; the weights in use are gathered one
-layer at a time.
+Inference: parameters by part, FLOPs for each token, bytes of key/value cache. Training: memory on each device. Training
+keeps 16 bytes for each parameter, with AdamW on fp32 master weights: 4 for the weight, 4 for its gradient, 8 for both
+moments. Sharding divides them by the number of devices; the weights in use are gathered one layer at a time.
 """
 
 from dataclasses import dataclass
@@ -167,12 +166,10 @@ def training_memory(
     parameters = sum(count_parameters(config).values())
     weights, states = (-(-of_each * parameters // (devices * ways)) for of_each in (4, 16))
     alive = min(loss_chunk, tokens) if loss_chunk else tokens
-    layer = layer_activation_bytes(config, mixed=mixed, ways=ways)
-    products = product_bytes(config, mixed=mixed, ways=ways)
-    kept = {"none": layer, "selective": products, "full": 4 * config.hidden_size}
-    saved = kept[activation_checkpointing] * config.num_hidden_layers
+    per_token = activation_bytes(config, mixed=mixed, ways=ways)
+    saved = per_token[activation_checkpointing] * config.num_hidden_layers
     if activation_checkpointing != "none":
-        saved += layer
+        saved += per_token["none"]  # of the layer that is computed again
     computed = 2 if mixed else 4
     gathered = 0
     if devices > 1:
@@ -191,46 +188,25 @@ def training_memory(
     )
 
 
-def layer_activation_bytes(config, *, mixed: bool, ways: int = 1) -> int:
-    """Bytes for each token that one layer saves for its backward pass, if ``ways`` devices share it by heads.
+def activation_bytes(config, *, mixed: bool, ways: int = 1) -> dict[str, int]:
+    """Bytes for each token that a layer keeps for its backward pass, by ``activation_checkpointing``.
 
-    - Of the model's width: the residual stream before and after attention, and both norms' scaled inputs and outputs.
-    - Of the heads' width: queries, keys, values and outputs; for differential attention also the head norm's scaled
-      input and output.
-    - Of the inner width: four tensors of SwiGLU.
-
-    In mixed precision the residual stream and the norms are fp32; inputs of matrices are bf16.
+    "none": of the model's width the residual stream before and after attention, and both norms' scaled inputs and
+    outputs; queries, keys, values and outputs of the heads, for differential attention also the head norm's scaled
+    input and output; four tensors of SwiGLU. In mixed precision the residual stream and the norms are fp32, inputs of
+    matrices bf16. "selective": the layer's input, and the results of its seven matrices and of attention. "full": the
+    input. ``ways`` devices share a layer by its heads.
     """
     heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    width, inner, differential = config.hidden_size, config.intermediate_size, config.variant.maps == 2
-    if mixed:
-        return 26 * width + ((4 + 8 * differential) * heads + 4 * keys + 8 * inner) // ways
-    return 4 * (6 * width + ((2 + 2 * differential) * heads + 2 * keys + 4 * inner) // ways)
-
-
-def product_bytes(config, *, mixed: bool, ways: int = 1) -> int:
-    """Bytes for each token that one layer keeps with ``activation_checkpointing="selective"``.
-
-    Its input, and the results of its seven matrices and of attention, in bf16 if ``mixed``.
-    """
-    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    width, inner = config.hidden_size, config.intermediate_size
-    return 4 * width + (2 if mixed else 4) * (2 * width + (2 * heads + 2 * keys + 2 * inner) // ways)
-
-
-def training_seconds(
-    config, *, tokens: int, length: int | None = None, devices: int = 1, peak_flops: float, utilisation: float = 0.4
-) -> float:
-    """Seconds to train on ``tokens`` in rows of ``length`` at ``utilisation`` of ``devices * peak_flops``.
-
-    ``utilisation`` (MFU) counts forward and backward once, so recomputation lowers it.
-
-    Raises:
-        UserError: for numbers that are not positive.
-    """
-    require_positive(tokens=tokens, devices=devices, peak_flops=peak_flops, utilisation=utilisation)
-    flops = model_cost(config, length=length).training_flops_per_token * tokens
-    return flops / (devices * peak_flops * utilisation)
+    width, inner, two_maps = config.hidden_size, config.intermediate_size, config.variant.maps == 2
+    computed = 2 if mixed else 4
+    shared = ((2 + 4 * two_maps if mixed else 2 + 2 * two_maps) * heads + 2 * keys + 4 * inner) * computed // ways
+    products = 2 * width + (2 * heads + 2 * keys + 2 * inner) // ways
+    return {
+        "none": (26 if mixed else 24) * width + shared,
+        "selective": 4 * width + computed * products,
+        "full": 4 * width,
+    }
 
 
 def _parameters_of_a_layer(config) -> int:

@@ -1,4 +1,4 @@
-"""A softmax Transformer with more heads and the same logits: the control of a model that was made differential."""
+"""A softmax Transformer with more heads and the same logits: the control of a conversion to DIFF."""
 
 import copy
 from typing import Any
@@ -34,30 +34,30 @@ def wider(model: Any, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]), model.device:  # also on the meta device
         torch.manual_seed(seed)
         try:
-            made = type(model)(config)
+            control = type(model)(config)
         except ValueError as error:
             raise UserError(f"{name} cannot get more heads: {first_line(error)}") from None
-    for parameter in made.parameters():  # made.to() would round the frequencies of the rotary embedding too
+    for parameter in control.parameters():  # control.to() would round the frequencies of the rotary embedding too
         parameter.data = parameter.data.to(model.dtype)
-    if made.num_parameters() == model.num_parameters():
+    if control.num_parameters() == model.num_parameters():
         raise UserError(f"{name} cannot get more heads: its configuration does not say how wide they are")
-    for key, parameter in made.named_parameters():
+    for key, parameter in control.named_parameters():
         old = model.get_parameter(key)
         if old.shape == parameter.shape:
             parameter.copy_(old)
             continue
-        found = next((at for end, at in _HEADS.items() if key.endswith(f".{end}")), None)
-        if found is None:
+        place = next((at for end, at in _HEADS.items() if key.endswith(f".{end}")), None)
+        if place is None:
             raise UserError(f"{name} cannot get more heads: {key} spans several of them")
-        dimension, of_queries = found
+        dimension, of_queries = place
         places = _places(n, m, config.num_attention_heads // config.num_key_value_heads, of_queries)
         if dimension:
             parameter.zero_()
         each = old.shape[dimension] // len(places)
         rows = (each * places[:, None] + torch.arange(each)).flatten().to(parameter.device)
         parameter.index_copy_(dimension, rows, old)
-    made.generation_config = copy.deepcopy(model.generation_config)
-    return made.eval()
+    control.generation_config = copy.deepcopy(model.generation_config)
+    return control.eval()
 
 
 def wider_heads(n: int, m: int) -> tuple[int, int]:

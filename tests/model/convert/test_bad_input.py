@@ -1,7 +1,6 @@
 """What is not a checkpoint of a known layout is refused in words, and nothing is left behind."""
 
 import json
-import os
 
 import pytest
 import torch
@@ -43,7 +42,6 @@ def test_another_model_is_named(tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"origin": "diffllama"}, "is not in the layout 'diffllama'; leave out --from"),
         ({"target": "unilm"}, "no target 'unilm'; there are: diff-transformer, llama"),
         ({"target": "llama"}, "is in the layout 'llama' already; give another --to"),
         ({"dtype": "int8"}, "no dtype 'int8'; there are: float32"),
@@ -68,11 +66,6 @@ def test_other_tensors(llama, save, changes, message):
     refused(source, message)
 
 
-def test_quantised_weights(llama):
-    edit(llama, quantization_config={"quant_method": "awq"})
-    refused(llama, "has quantised weights; take the model before quantisation")
-
-
 @pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "last.ckpt", "model-q4.gguf"])
 def test_a_pickle_is_refused_with_what_to_do(tmp_path, name):
     source = tmp_path / "pickled"
@@ -80,16 +73,6 @@ def test_a_pickle_is_refused_with_what_to_do(tmp_path, name):
     (source / "config.json").write_text('{"model_type": "llama"}')
     (source / name).write_bytes(b"")
     refused(source, "cannot be loaded: .*only safetensors are read")
-
-
-def test_a_pickle_beside_safetensors_is_never_opened(llama, tmp_path):
-    class Bomb:
-        def __reduce__(self):
-            return os.mkdir, (str(tmp_path / "ran"),)
-
-    torch.save(Bomb(), llama / "pytorch_model.bin")
-    convert_folder(llama, tmp_path / "out")
-    assert not (tmp_path / "ran").exists()
 
 
 def test_folders_that_hold_no_model(llama, tmp_path):

@@ -1,6 +1,5 @@
 """A softmax Transformer as a DIFF Transformer: the same logits, and gradients for all that is new."""
 
-import copy
 import json
 
 import pytest
@@ -68,15 +67,6 @@ def test_logits_are_equal_in_bf16(source, ids, way):
     assert_within_budget(logits(diff, ids), logits(model.double(), ids), half, what="logits")
 
 
-@pytest.mark.parametrize("way", ["diff", "diff_v2"])
-def test_bf16_weights_are_scaled_without_rounding(source, way):
-    model = source().to(torch.bfloat16)
-    diff, factor = converted(model, way), 4.0 if way == "diff" else 2.0
-    for old, new in zip(model.model.layers, diff.model.layers, strict=True):
-        assert torch.equal(new.self_attn.o_proj.weight, old.self_attn.o_proj.weight * factor)
-        assert torch.equal(new.self_attn.o_proj.weight / factor, old.self_attn.o_proj.weight)
-
-
 @pytest.mark.parametrize("lambda_init", [0.2, 0.5, 0.8])
 def test_all_that_is_new_has_a_gradient(source, ids, lambda_init):
     """The first map's queries and keys have the source's gradient times 1 / (1 - c), the second's times -c / (1 - c);
@@ -112,32 +102,6 @@ def test_all_that_is_new_has_a_gradient_in_v2(source, ids):
         assert (gradient.norm(dim=1) > 1e-4).all()  # every head's
 
 
-def test_lambda_0_with_vectors_of_0_keeps_the_logits_and_never_learns(source, ids):
-    """The obvious way: exact as well, but the second map and lambda have a gradient of 0, after a step too."""
-    model = source()
-    frozen = softmax_to_diff(model).double()
-    with torch.no_grad():
-        for layer in frozen.model.layers:
-            lam = layer.self_attn.core.lam
-            lam.initial = 0.0
-            layer.self_attn.o_proj.weight.div_(4)
-            for vector in lam.parameters():
-                vector.zero_()
-    torch.testing.assert_close(logits(frozen, ids), logits(copy.deepcopy(model).double(), ids), rtol=0, atol=1e-9)
-    optimizer = torch.optim.AdamW(frozen.parameters(), lr=1e-2)
-    for _ in range(2):
-        optimizer.zero_grad()
-        found = gradients(frozen, ids)
-        for both in (*found["q"], *found["k"]):
-            first, second = halves(both, model.config.head_dim)
-            assert first.abs().max() > 1e-4
-            assert not second.any()
-        assert not any(
-            gradient.any() for name, layers in found.items() if name.startswith("lam.") for gradient in layers
-        )
-        optimizer.step()
-
-
 @pytest.mark.parametrize("way", ["diff", "diff_v2"])
 def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
     diff = converted(source(), way)
@@ -169,24 +133,13 @@ def test_generation_is_the_same(source, ids, way):
     assert torch.equal(static, expected)
 
 
-def test_parameters_grow(source, tmp_path):
-    """Width 32, 8 heads of 4, 3 layers: W_Q and W_K are 32 x 32, the lambda vectors 4 x 4, W_lambda 8 x 32."""
-    model = source()
-    model.save_pretrained(tmp_path / "source")
-    count = sum(p.numel() for p in model.parameters())
-    for target, more in (("diff", 3 * (2 * 32 * 32 + 16)), ("diff_v2", 3 * (32 * 32 + 8 * 32))):
-        convert_folder(tmp_path / "source", tmp_path / target, target=target)
-        saved = AutoModelForCausalLM.from_pretrained(tmp_path / target)
-        assert sum(p.numel() for p in saved.parameters()) == count + more
-
-
 @pytest.mark.parametrize("target", ["diff", "diff_v2"])
 @pytest.mark.parametrize("origin", ["llama", "diff-transformer"])
 def test_folders(source, ids, tmp_path, origin, target):
-    """In bf16, in shards, with and without saying what the source is; as the conversion in memory."""
+    """In bf16, as the conversion in memory."""
     model = source(num_key_value_heads=4).to(torch.bfloat16)
     (to_llama(model) if origin == "llama" else model).save_pretrained(tmp_path / "source")
-    convert_folder(tmp_path / "source", tmp_path / "out", origin, target)
+    convert_folder(tmp_path / "source", tmp_path / "out", target)
     saved = DiffTransformerForCausalLM.from_pretrained(tmp_path / "out")
     expected = softmax_to_diff(model, target)
     assert saved.config.attention == target

@@ -36,7 +36,7 @@ def test_the_logits_stay_and_the_source_too(saved, tmp_path, name, kind):
     source = saved(name)
     (source / "tokenizer.json").write_text("{}")
     before = contents(source)
-    notes = convert_folder(source, tmp_path / "out", None, kind)
+    notes = convert_folder(source, tmp_path / "out", kind)
     assert contents(source) == before
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     expected = AutoModelForCausalLM.from_pretrained(source)
@@ -51,7 +51,7 @@ def test_the_logits_stay_and_the_source_too(saved, tmp_path, name, kind):
 
 
 def test_options_and_dtype(saved, tmp_path):
-    convert_folder(saved("Qwen3"), tmp_path / "out", None, "diff", dtype="bfloat16", lambda_init=0.25)
+    convert_folder(saved("Qwen3"), tmp_path / "out", "diff", dtype="bfloat16", lambda_init=0.25)
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert model.dtype == torch.bfloat16
     attention = model.model.layers[0].self_attn
@@ -71,7 +71,7 @@ def test_the_command_and_info(saved, tmp_path):
 
 def refused(folder, message, target="diff_v2", error=ValueError, **options):
     with pytest.raises(error, match=message):
-        convert_folder(folder, folder.with_name("out"), None, target, **options)
+        convert_folder(folder, folder.with_name("out"), target, **options)
     assert not folder.with_name("out").exists()
 
 

@@ -8,7 +8,7 @@ from torch.nn.functional import rms_norm
 
 from diff_transformer import DiffAttention, DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.layers import PolyNorm, SwiGLU
+from diff_transformer.model.layers import PolyNorm
 
 
 def test_poly_norm_by_hand():
@@ -21,14 +21,6 @@ def test_poly_norm_by_hand():
         2 * -1 / math.sqrt(365) + 3 * 1 / math.sqrt(41) + 5 * -1 / math.sqrt(5) + 0.25,
     ]
     assert norm(torch.tensor([3.0, -1.0])).tolist() == pytest.approx(expected)
-
-
-def test_poly_norm_starts_at_a_third_each_and_has_gradients():
-    norm = PolyNorm().double()
-    assert norm.weight.tolist() == pytest.approx([1 / 3] * 3)
-    assert norm.bias.tolist() == [0.0]
-    x = torch.randn(2, 5, dtype=torch.double, requires_grad=True)
-    assert torch.autograd.gradcheck(norm, (x,))
 
 
 def test_poly_norm_in_bf16_takes_powers_in_fp32():
@@ -57,13 +49,6 @@ def test_models_with_poly_norm_are_counted_saved_and_started(tmp_path):
     assert torch.equal(DiffTransformerForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_swiglu_is_what_it_was():
-    mlp = SwiGLU(4, 8)
-    assert not any("act_fn" in name for name in mlp.state_dict())
-    with pytest.raises(ValueError, match=r"no hidden_act 'gelu'.*; there are: silu, poly_norm"):
-        DiffTransformerConfig(hidden_act="gelu")
-
-
 def test_the_head_norm_may_have_an_epsilon_of_its_own():
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
     for attention, width in (("diff", 16), ("softmax", 8)):
@@ -75,8 +60,6 @@ def test_the_head_norm_may_have_an_epsilon_of_its_own():
         x = torch.randn(3, width)
         torch.testing.assert_close(norm(x), rms_norm(x, (width,), norm.weight, 0.5))
         assert model.model.norm.eps == 1e-3
-    with pytest.raises(ValueError, match="head_norm_eps is -1; it must be 0 or more"):
-        DiffTransformerConfig(head_norm_eps=-1)
 
 
 def test_biases_are_there_when_asked_for():

@@ -1,6 +1,6 @@
 """Convert the model in a folder to another layout, in a new folder: what ``diff-transformer convert`` calls.
 
-Every layout's module has ``read`` and ``write``, from and to this package's model, so any layout converts to any other.
+Every layout's module reads to this package's model, and most write from it, so that layouts convert to one another.
 """
 
 import shutil
@@ -20,11 +20,10 @@ from diff_transformer.model.convert import diffllama, llama, motif
 from diff_transformer.model.convert.conversion import convert_model
 from diff_transformer.model.convert.from_softmax import to_differential
 from diff_transformer.model.differentiate import KINDS, check_start, differentiate, read
-from diff_transformer.model.loading import read_model, read_settings
+from diff_transformer.model.loading import DTYPES, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 PACKAGE = "diff-transformer"
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
     "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
@@ -46,16 +45,15 @@ LAYOUTS: dict[str, Layout] = {
     "diffllama": Layout("Hugging Face DiffLlama", ("diffllama",), diffllama),
     "motif": Layout("Motif-2.6B or Motif-2-12.7B", ("motif",), motif),
 }
-TARGETS = (*LAYOUTS, *KINDS)
+TARGETS = (PACKAGE, "llama", "diffllama", *KINDS)
 
 
 def convert_folder(
     source: Path | str,
     out: Path | str,
-    origin: str | None = None,
     target: str = PACKAGE,
     *,
-    dtype: str | torch.dtype | None = None,
+    dtype: str | None = None,
     lambda_init: float = 0.5,
 ) -> list[str]:
     """Convert the model in ``source`` and write it, with its tokenizer if it has one, to the new folder ``out``.
@@ -65,11 +63,10 @@ def convert_folder(
     Args:
         source: folder with safetensors and the model's settings.
         out: new folder for the converted model.
-        origin: layout of ``source``, if it is to be confirmed; ``config.json`` says it.
         target: layout to write; or "diff" or "diff_v2", which make a softmax model differential with equal logits. A
             decoder that no layout holds then keeps its class (``differentiate``).
-        dtype: dtype of the written tensors except lambda vectors: a name of ``DTYPES`` or a torch dtype; None keeps
-            that of the source.
+        dtype: dtype of the written tensors except lambda vectors: "float32", "bfloat16" or "float16"; None keeps that
+            of the source.
         lambda_init: initial lambda with ``target`` "diff", between 0 and 1.
 
     Returns:
@@ -83,37 +80,45 @@ def convert_folder(
     require_known("target", target, TARGETS)
     if target in KINDS:
         check_start(target, lambda_init)
-    if isinstance(dtype, str):
+    if dtype is not None:
         require_known("dtype", dtype, DTYPES)
-        dtype = DTYPES[dtype]
+    cast = None if dtype is None else getattr(torch, dtype)
     require_writable(out.parent)
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"{out} exists already; choose a new folder")
     layout, settings = layout_of(source)
-    if origin not in (None, layout):
-        raise UserError(f"{source} is not in the layout {origin!r}; leave out --from")
-    if target in KINDS and package_config(source) is None:
-        return _convert_in_place(source, out, target, dtype, lambda_init)
-    if layout is None:
-        raise UserError(f"{source} is a {settings.get('model_type')!r} model; accepted: {_titles()}")
+    in_place, write = target in KINDS and package_config(source) is None, None
+    if layout is None and not in_place:
+        titles = "; ".join(f"{name} ({each.title})" for name, each in LAYOUTS.items())
+        raise UserError(f"{source} is a {settings.get('model_type')!r} model; accepted: {titles}")
     if layout == target:
         raise UserError(f"{source} is in the layout {target!r} already; give another --to")
+    if in_place:
+        model, notes = _differentiated(source, target, cast, lambda_init)
+    else:
+        assert layout is not None
+        model, notes = _read(source, layout), [f"{source}: {LAYOUTS[layout].title}"]
+        if target in KINDS:
+            conversion = to_differential(model.config, target, lambda_init)
+            model = convert_model(conversion, DiffTransformerForCausalLM, model, cast)
+            notes += conversion.notes
+        else:
+            write = LAYOUTS[target].module
+    with replacing(out) as folder:
+        folder.mkdir(parents=True)
+        if write is not None:
+            notes += write.write(model, folder, cast)
+        else:
+            (model if in_place else model.to(cast or model.dtype)).save_pretrained(folder)
+        return notes + carry_over(source, folder)
+
+
+def _read(source: Path, layout: str) -> DiffTransformerForCausalLM:
+    """The model of a folder in this package's class."""
     module = LAYOUTS[layout].module
     model = read_model(source, DiffTransformerForCausalLM, dtype="auto") if module is None else module.read(source)
     model.source_facts = source_facts(str(source))
-    notes, write = [f"{source}: {LAYOUTS[layout].title}"], None
-    if target in KINDS:
-        conversion = to_differential(model.config, target, lambda_init)
-        model, notes = convert_model(conversion, DiffTransformerForCausalLM, model, dtype), [*notes, *conversion.notes]
-    else:
-        write = LAYOUTS[target].module
-    with replacing(out) as folder:
-        folder.mkdir(parents=True)
-        if write is None:
-            model.to(dtype or model.dtype).save_pretrained(folder)
-        else:
-            notes += write.write(model, folder, dtype)
-        return notes + carry_over(source, folder)
+    return model
 
 
 def layout_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
@@ -166,22 +171,13 @@ def carry_over(source: Path, folder: Path) -> list[str]:
     return [f"carried over: {listed(copied)}"] if copied else []
 
 
-def _convert_in_place(source: Path, out: Path, kind: str, dtype: torch.dtype | None, lambda_init: float) -> list[str]:
-    """Write the model as ``differentiate`` makes it, in the class that it has."""
+def _differentiated(source: Path, kind: str, dtype: torch.dtype | None, lambda_init: float) -> tuple[Any, list[str]]:
+    """The model as ``differentiate`` changes it, in the class that it has, and notes."""
     read(model_without_weights(source))  # raises before the weights are read
     model = read_model(source, dtype=dtype or "auto")
     before = model.num_parameters()
     after = differentiate(model, kind, lambda_init).num_parameters()
-    with replacing(out) as folder:
-        folder.mkdir(parents=True)
-        model.save_pretrained(folder)
-        copied = carry_over(source, folder)
-    return [
+    return model, [
         f"{source}: {type(model).__name__}, which stays; import diff_transformer before loading it",
         f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%}); lambda starts at {lambda_init:g}",
-        *copied,
     ]
-
-
-def _titles() -> str:
-    return "; ".join(f"{name} ({layout.title})" for name, layout in LAYOUTS.items())

@@ -9,16 +9,13 @@ r are signal heads and the last is their noise head; keys come in pairs, one for
 Configurations of this layout are dictionaries, the content of ``config.json``: transformers has no class for them.
 """
 
-import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import save_torch_state_dict
-
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.conversion import Conversion, NamedTensors, refuse, renamed
+from diff_transformer.model.convert.conversion import Conversion, renamed
 from diff_transformer.model.loading import read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
@@ -50,23 +47,6 @@ def read(folder: Path) -> DiffTransformerForCausalLM:
     return model
 
 
-def write(model: DiffTransformerForCausalLM, folder: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Write ``config.json`` and safetensors to ``folder``; return notes for the user.
-
-    Raises:
-        UserError: as ``from_package``.
-    """
-    settings, tensors, notes = from_package(model.config)
-    model = model if dtype is None else model.to(dtype)
-    settings["torch_dtype"] = str(model.dtype).removeprefix("torch.")
-    (folder / "config.json").write_text(json.dumps(settings, indent=2) + "\n")
-    state = model.state_dict()
-    if model.config.tie_word_embeddings:
-        del state["lm_head.weight"]
-    save_torch_state_dict(dict(tensors(state.items())), folder)
-    return notes
-
-
 def to_package(settings: dict[str, Any]) -> Conversion:
     """Every tensor stays as it is; only the configuration is translated.
 
@@ -86,39 +66,7 @@ def to_package(settings: dict[str, Any]) -> Conversion:
         )
     if settings["k_ratio"] != 1:
         raise UserError(f"k_ratio is {settings['k_ratio']}; grouped differential attention here takes k_ratio 1")
-    return Conversion(_package_config(settings), _to_package)
-
-
-def from_package(config: DiffTransformerConfig) -> Conversion:
-    """The inverse.
-
-    Raises:
-        UserError: for what Motif's layer cannot hold: another attention, a lambda_init that does not use the index
-            minus one, a model without the head norm's weight, a window.
-    """
-    refuse(
-        config, "Motif's layout",
-        attention=("diff", "grouped_diff"), head_norm=(True,), lambda_init=("depth",),
-        lambda_depth_offset=(DEPTH_OFFSET,), lambda_learned=(True,), value_head_dim=(None, 2 * config.heads.head_dim),
-        sliding_window=(None,),
-    )  # fmt: skip
-    rope = dict(config.rope_parameters or {})
-    theta = rope.pop("rope_theta", 10000.0)
-    settings = {
-        **_DEFAULTS,
-        "model_type": "motif",
-        "architectures": ["MotifForCausalLM"],
-        **{name: getattr(config, name) for name in _REQUIRED},
-        **{name: getattr(config, name) for name in _DEFAULTS if hasattr(config, name)},
-        "attn_rms_norm_eps": config.head_norm_eps or config.rms_norm_eps,
-        "rope_theta": theta,
-        "rope_scaling": rope if rope.get("rope_type", "default") != "default" else None,
-        "use_bias": False,
-    }
-    if config.attention == "grouped_diff":
-        settings |= {"num_noise_heads": config.heads.queries - config.heads.outputs, "k_ratio": 1}
-    note = "the code that runs a Motif checkpoint is in its repository on the hub: copy it beside, or set auto_map"
-    return Conversion(settings, _from_package, (note,))
+    return Conversion(_package_config(settings), partial(renamed, names=_NAMES))
 
 
 def _package_config(settings: dict[str, Any]) -> DiffTransformerConfig:
@@ -143,11 +91,3 @@ def _package_config(settings: dict[str, Any]) -> DiffTransformerConfig:
         tie_word_embeddings=settings["tie_word_embeddings"],
         **{name: settings[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
     )
-
-
-def _to_package(tensors: NamedTensors) -> NamedTensors:
-    return renamed(tensors, _NAMES)
-
-
-def _from_package(tensors: NamedTensors) -> NamedTensors:
-    return renamed(tensors, {new: old for old, new in _NAMES.items()})
