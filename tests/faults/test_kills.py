@@ -69,9 +69,9 @@ def test_prepare(tmp_path, reliability):
     assert whole.exitcode == 0, said.read_text()
     kills = 0
     while kills < KILLS:
-        before, few = len([*out.glob("tasks/*.json")]), draw.randint(0, 3)
+        before, few = len([*out.glob("shards/*.json")]), draw.randint(0, 3)
         process = start_command([*command, str(out)], said)
-        while len([*out.glob("tasks/*.json")]) <= before + few and process.is_alive():
+        while len([*out.glob("shards/*.json")]) <= before + few and process.is_alive():
             time.sleep(0.0005)
         time.sleep(draw.random() * 0.02)
         process.kill()

@@ -63,8 +63,8 @@ def killed_and_resumed(config, folder, training_data, kills: int, a_step: float,
     """Kill a run -9 at ``kills`` random moments and let it finish; what the kills hit.
 
     Of five lives one ends at some moment of what the life before needed up to its first step; the others after 0 to 4
-    steps and a random part of the next one, ``a_step`` seconds. So how fast the machine is does not decide where the
-    kills fall.
+    steps and a random part of the next two, of about ``a_step`` seconds. So how fast the machine is does not decide
+    where the kills fall.
     """
     draw, hit = random.Random(seed), {"kills": 0, "before the first step of a life": 0, "while one was written": 0}
     a_start = 0.0
@@ -79,7 +79,7 @@ def killed_and_resumed(config, folder, training_data, kills: int, a_step: float,
             a_start = time.monotonic() - born
             while steps.value <= few and process.is_alive():
                 time.sleep(0.001)
-            end = time.monotonic() + draw.random() * a_step
+            end = time.monotonic() + draw.random() * 3 * a_step  # the first steps of a life are slower
         while time.monotonic() < end and steps.value < few + 2:  # where the machine is faster than it was
             time.sleep(0.001)
         process.kill()

@@ -201,8 +201,8 @@ class Reader:
                     self.left_out["invalid"] += 1
                 else:
                     raise UserError(
-                        f"{source.path}, row {number} has no text in {self.field!r}: {repr(row)[:_SHOWN]}; give --field "
-                        "or leave such rows out (--skip-invalid)"
+                        f"{source.path}, row {number} has no text in {self.field!r}: {repr(row)[:_SHOWN]}; give "
+                        "--field or leave such rows out (--skip-invalid)"
                     )
                 self.progress(position - done)
                 done = position

@@ -23,8 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_positive
+from diff_transformer.data.sources import suffix_of
 from diff_transformer.data.tasks.python_tasks import descriptions, names
-from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of, suffix_of
+from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import max_positions, settings_of_lm
 from diff_transformer.evals.prompts import asked_details, check_asking, worded

@@ -71,17 +71,36 @@ def head_norm_gains(model: nn.Module) -> list[float]:
 
 
 def layer_lambdas(model: nn.Module) -> list[float]:
-    """Lambda of each layer, as ``DiffTransformerModel.lambdas`` returns it; [] for a model without lambda."""
-    from diff_transformer.model.lambdas import LAMBDAS, present_lambda
+    """Lambda of each layer, as ``DiffTransformerModel.lambdas`` returns it; [] for a model without lambda.
 
-    if dist.is_initialized():
-        return _gathered_lambdas(model)
-    return [present_lambda(module) for module in model.modules() if isinstance(module, LAMBDAS) and _is_seen(module)]
+    A lambda that depends on the token is the mean over the tokens that the processes saw last, if it keeps one.
+    """
+    from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, present_lambda
+
+    values = []
+    for module in model.modules():
+        if not isinstance(module, LAMBDAS) or getattr(module, "mean", 0) is None:
+            continue
+        mean = getattr(module, "mean", None)
+        if isinstance(module, LearnedLambda):
+            module = _whole(module)
+        value = present_lambda(module)
+        if mean is not None and dist.is_initialized():
+            summed = mean.clone()
+            dist.all_reduce(summed)
+            value = summed.item() / dist.get_world_size()
+        values.append(value)
+    return values
 
 
-def _is_seen(module: Any) -> bool:
-    """True if a lambda has a present value: one for each token keeps its mean only if it was made to."""
-    return getattr(module, "mean", 0) is not None
+@torch.no_grad()
+def _whole(lam: Any) -> Any:
+    """A copy of a layer's learned lambda with whole vectors, which may be sharded."""
+    parameters = {name: full_tensor(parameter) for name, parameter in lam.named_parameters()}
+    with torch.device("meta"):
+        copy = type(lam)(len(parameters["lambda_q1"]), lam.initial, lam.std)
+    copy.load_state_dict(parameters, assign=True)
+    return copy
 
 
 def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, float]:
@@ -168,31 +187,6 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
         alike.setdefault(sharding, []).append(grad)
     norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in alike.values()]
     return sum(((norm.float() ** 2).reshape(()) for norm in norms), start=torch.zeros((), device=norms[0].device))
-
-
-@torch.no_grad()
-def _gathered_lambdas(model: nn.Module) -> list[float]:
-    """Lambda of each layer of a model that is spread over processes. Every process calls it.
-
-    A lambda that depends on the token is the mean over the tokens that the processes saw last.
-    """
-    from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
-
-    values = []
-    for module in model.modules():
-        if isinstance(module, LearnedLambda):
-            parameters = {name: full_tensor(p) for name, p in module.named_parameters()}
-            with torch.device("meta"):
-                copy = LearnedLambda(len(parameters["lambda_q1"]), module.initial, module.std)
-            copy.load_state_dict(parameters, assign=True)
-            values.append(present_lambda(copy))
-        elif isinstance(module, TokenLambda) and _is_seen(module):
-            mean = module.mean.clone()
-            dist.all_reduce(mean)
-            values.append(mean.item() / dist.get_world_size())
-        elif isinstance(module, LAMBDAS) and _is_seen(module):
-            values.append(present_lambda(module))
-    return values
 
 
 def _process_memory() -> dict[str, int]:

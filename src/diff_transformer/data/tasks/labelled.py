@@ -4,8 +4,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from diff_transformer.data.documents import hash_of_name
+from diff_transformer.data.sources import suffix_of
 from diff_transformer.data.tasks.python_tasks import python_labels
-from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, suffix_of
+from diff_transformer.data.tasks.rows import SUFFIXES, rows_of
 from diff_transformer.data.tasks.types import Labelled, LabelledSet, make_example
 from diff_transformer.errors import UserError
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_extra
-from diff_transformer.data.sources import PACKED_SUFFIXES, read_text
+from diff_transformer.data.sources import PACKED_SUFFIXES, read_text, suffix_of
 from diff_transformer.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
@@ -31,12 +31,6 @@ def rows_of(name: str, *, config: str | None = None, split: str | None = None, r
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no rows; give JSON lines, or a JSON list, of objects")
     return rows
-
-
-def suffix_of(path: Path) -> str:
-    """The suffix of a file's name without that of its compression."""
-    packed = path.suffix.lower() in PACKED_SUFFIXES
-    return (Path(path.stem) if packed else path).suffix.lower()
 
 
 def stem_of(path: Path) -> str:
