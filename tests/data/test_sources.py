@@ -59,7 +59,7 @@ def test_parquet_reads_one_column(tmp_path):
     table = pyarrow.table({"id": list(range(4)), "body": TEXTS, "text": ["x"] * 4})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert [text for _, text in read(tmp_path / "a.parquet", field="body")[0]] == TEXTS
-    with pytest.raises(UserError, match=r"a.parquet, row 1 has no text in 'words': {'id': 0, 'body': 'one é', .*; give"):
+    with pytest.raises(UserError, match=r"a.parquet, row 1 has no text in 'words': {'id': 0, .*; give"):
         read(tmp_path / "a.parquet", field="words")
 
 

@@ -169,7 +169,8 @@ def describe(plan: Any) -> str:
         f"{settings.steps:,} steps of {settings.batch_size:,} rows of {config.data.length:,} tokens, "
         f"{tokens:,} in all, of {', '.join(config.data.corpora) or config.data.corpus}",
         f"{plan.world} process{'es' * (plan.world > 1)} ({plan.strategy}), {settings.precision}; a checkpoint every "
-        f"{settings.checkpoint_every:,} steps; {time}",
+        f"{settings.checkpoint_every:,} steps",
+        time,
     ]
     return "\n".join(lines)
 
