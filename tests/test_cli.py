@@ -120,7 +120,7 @@ def test_info_says_what_of_a_recipe_fits():
 
 
 def test_generate(model):
-    out = in_a_process("generate", model, "hello", "--max-new-tokens", 4)
+    out = cli("generate", model, "hello", "--max-new-tokens", 4)
     assert out.returncode == 0, out.stderr
     assert out.stdout.startswith("hello")
 

@@ -13,6 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
+from command_line import cli
 
 import diff_transformer
 from diff_transformer.ops.cpu.library import LIBRARIES, path_of
@@ -21,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGE = ROOT / "src" / "diff_transformer"
 SOURCES = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cpp", ".h", ".css", ".js", ".html", ".typed")]
-TRAINING = ("train", "compare", "study desk", "study ablation")
+TRAINING = "training needs lightning and tensorboard; install with: pip install 'diff-transformer[train]'"
 CORE_ONLY = (  # as if no extra were installed
     "import sys\n"
     "for name in ('lightning', 'tensorboard', 'matplotlib', 'scipy', 'vl_convert'): sys.modules[name] = None\n"
@@ -56,30 +57,20 @@ def test_a_layer_a_model_and_an_experiment_do_without_extras(tmp_path):
     assert "no page: a report needs scipy and vl_convert; install with" in done.stderr
 
 
-def test_a_fit_without_its_extra_says_what_to_install_before_anything_is_written(tmp_path):
-    command = ["eval", "scaling", "--set", "runs=synthetic", "--out", str(tmp_path / "out")]
-    done = run("from diff_transformer.cli import main; main()", *command)
+@pytest.mark.parametrize(
+    ("command", "packages", "said"),
+    [
+        *((command, ("lightning", "tensorboard"), TRAINING) for command in ("train", "compare", "study ablation")),
+        ("eval scaling --set runs=synthetic", ("scipy",), "a fit of scaling laws needs scipy; install with: "),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_is_written(command, packages, said, monkeypatch, tmp_path):
+    for package in packages:
+        monkeypatch.setitem(sys.modules, package, None)
+    done = cli(*command.split(), "--out", tmp_path / "out")
     assert done.returncode == 2
-    said = "error: a fit of scaling laws needs scipy; install with: pip install 'diff-transformer[report]'"
-    assert done.stderr.strip().splitlines()[-1] == said
+    assert done.stderr.splitlines()[-1].startswith(f"error: {said}")
     assert not (tmp_path / "out").exists()
-
-
-def test_training_without_its_extra_says_what_to_install(tmp_path):
-    commands = [[*command.split(), "--out", str(tmp_path / "run.json")] for command in TRAINING]
-    done = run(f"""import sys
-from diff_transformer.cli import main
-for command in {commands!r}:
-    sys.argv[1:] = command
-    try:
-        main()
-    except SystemExit as ended:
-        print(ended.code)
-""")
-    assert done.stdout.split() == ["2"] * len(TRAINING)
-    said = "error: training needs lightning and tensorboard; install with: pip install 'diff-transformer[train]'"
-    assert [line for line in done.stderr.splitlines() if line.startswith("error")] == [said] * len(TRAINING)
-    assert not (tmp_path / "run.json").exists()
 
 
 def test_every_extra_that_a_message_names_exists():

@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
 
@@ -37,6 +39,7 @@ def test_linked_files_exist():
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
+@pytest.mark.slow
 def test_tables_of_the_figures_are_those_of_their_records():
     done = subprocess.run(
         [sys.executable, str(ROOT / "figures" / "make.py"), "--check"], capture_output=True, text=True
