@@ -3,9 +3,6 @@
 import dataclasses
 import json
 import os
-import subprocess
-import sys
-import time
 from itertools import pairwise
 
 import numpy as np
@@ -85,6 +82,13 @@ def test_wide_vocabularies_get_wide_integers(tmp_path, rows):
     assert bytes(Shards(tmp_path / "out", "train")[:3].tolist()) == b"row"
 
 
+def test_the_command_says_what_was_made_and_what_comes_next(tmp_path, rows, capsys):
+    run_prepare(list(rows.sources), tmp_path / "out", {"tokenizer": "bytes", "validation": 0.2})
+    said = capsys.readouterr().out
+    assert "validation: " in said
+    assert f"diff-transformer train --set data.corpus={tmp_path / 'out'} --out RUN" in said
+
+
 def test_progress_counts_the_bytes_of_the_input(tmp_path, rows):
     seen = []
     prepare(rows, tmp_path / "out", progress=lambda read, total: seen.append((read, total)))
@@ -125,35 +129,6 @@ def test_after_a_stop_at_any_moment_resuming_gives_the_same_bytes(tmp_path, rows
         assert len(ranks) == 4 - finished
         moment += 1
     assert moment > 4 * 5
-
-
-def test_a_killed_command_goes_on(tmp_path):
-    for f in range(6):
-        lines = (json.dumps({"text": f"row {f} {i} " + f"word{i} " * 300}) for i in range(400))
-        (tmp_path / f"{f}.jsonl").write_text("".join(line + "\n" for line in lines))
-    command = [sys.executable, "-m", "diff_transformer", "prepare", str(tmp_path), "--tokenizer", "bytes", "--out"]
-    out = tmp_path / "out"
-    running = subprocess.Popen([*command, str(out)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    deadline = time.monotonic() + 120
-    while len([*out.glob("shards/*.json")]) < 2 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    running.kill()
-    running.wait()
-    with pytest.raises(UserError, match=r"holds a preparation; continue or repair it \(--resume\)"):
-        prepare(PrepareConfig((str(tmp_path),), tokenizer="bytes"), out)
-    run_prepare([], out, {}, resume=True)
-    config = PrepareConfig(tuple(str(tmp_path / f"{f}.jsonl") for f in range(6)), tokenizer="bytes")
-    prepare(config, tmp_path / "whole")
-    assert {n: c for n, c in content(out).items() if n.startswith("shards")} == {
-        n: c for n, c in content(tmp_path / "whole").items() if n.startswith("shards")
-    }
-
-
-def test_the_command_says_what_was_made_and_what_comes_next(tmp_path, rows, capsys):
-    run_prepare(["python"], tmp_path / "out", {"vocab_size": 300})
-    said = capsys.readouterr().out
-    assert "validation: " in said
-    assert f"diff-transformer train --set data.corpus={tmp_path / 'out'} --out RUN" in said
 
 
 @pytest.mark.parametrize("ending", [".tokens", ".documents"])

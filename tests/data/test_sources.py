@@ -9,7 +9,6 @@ import os
 import pytest
 import zstandard
 
-from diff_transformer.data import corpus as corpus_module
 from diff_transformer.data import python_library
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Document, hash_of_name, held_out_groups, held_out_split, take_bytes
@@ -261,12 +260,3 @@ def test_a_python_without_topics_or_sources(tiny_library, monkeypatch):
     python_library.load_python_library.cache_clear()
     with pytest.raises(UserError, match="no Python sources"):
         load_corpus("python")
-
-
-def test_the_real_library_is_prose_and_code_within_the_default_cap():
-    corpus = load_corpus("python")
-    assert corpus.description().startswith("python: train ")
-    size = sum(document.num_bytes for document in corpus.train)
-    assert 1_000_000 < size <= corpus_module.PYTHON_BYTES
-    assert {"docstrings/argparse.py", "code/argparse.py"} <= {d.name for d in corpus.train + corpus.validation}
-    assert not any("/test/" in d.name or "site-packages" in d.name for d in corpus.train)

@@ -89,6 +89,7 @@ def test_a_single_file_is_held_out_by_its_text(tmp_path):
     assert rare not in (*train, *test)
 
 
+@pytest.mark.slow
 def test_labels_of_python_s_own_documentation():
     data = load_labelled("python")
     assert len(data.labels) == 16

@@ -1,6 +1,4 @@
 import random
-import subprocess
-import sys
 import time
 from typing import Any, cast
 
@@ -93,13 +91,6 @@ def test_training_does_not_wait_for_text_without_white_space(text):
     assert tokenizer.decode(encode(tokenizer, text)) == text
 
 
-def test_usual_text_is_trained_on_as_it_is(documents, monkeypatch):
-    texts = [document.text for document in documents]
-    before = tokenizer_hash(train_tokenizer(texts, 400))
-    monkeypatch.setattr("diff_transformer.data.tokenizer.LONGEST_WORD", 100_000)
-    assert tokenizer_hash(train_tokenizer(texts, 400)) == before
-
-
 def test_byte_ids_are_the_bytes():
     text = "é\n\x00~" + "日"
     np.testing.assert_array_equal(encode(byte_tokenizer(), text), list(text.encode()))
@@ -153,12 +144,6 @@ def test_token_spans_cover_the_characters(any_tokenizer):
         token_spans(any_tokenizer, text, [(500, 510)])
 
 
-def test_the_data_modules_import_without_torch_and_transformers():
-    code = "import sys, diff_transformer.data; print({'torch', 'transformers', 'tokenizers'} & set(sys.modules))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "set()"
-
-
 def test_padding_left_on_by_a_call_changes_nothing():
     tokenizer = byte_tokenizer()
     tokenizer(["a", "a longer text"], padding=True, truncation=True, max_length=8)
@@ -182,12 +167,6 @@ def test_what_a_tokenizer_puts_in_front_is_found_whatever_it_is(template, expect
     assert leading_ids(chosen) == expected
     chosen.backend_tokenizer.enable_padding(direction="left", pad_id=257, pad_token="<|pad|>", length=9)
     assert leading_ids(chosen) == expected
-
-
-def test_what_a_tokenizer_without_a_fast_backend_puts_in_front_is_found_too(tmp_path):
-    from transformers import CanineTokenizer
-
-    assert leading_ids(CanineTokenizer()) == [CanineTokenizer().cls_token_id]
 
 
 def test_cl100k_gives_texts_the_ids_of_tiktoken(monkeypatch):

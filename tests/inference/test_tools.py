@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -97,50 +96,3 @@ def _logprob(model, context: str, continuation: str) -> float:
         logprobs = model(ids).logits.log_softmax(-1)[0]
     start = len(context.encode())
     return math.fsum(logprobs[place - 1, ids[0, place]].item() for place in range(start, ids.shape[1]))
-
-
-@PAIR
-def test_lora_trains_saves_loads_and_merges(folder, tmp_path):
-    peft = pytest.importorskip("peft", reason="the extra `inference` is not installed")
-    ids = torch.randint(0, 256, (4, 24))
-    base = AutoModelForCausalLM.from_pretrained(folder)
-    before = {name: parameter.clone() for name, parameter in base.named_parameters()}
-    settings = peft.LoraConfig(r=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
-    model = peft.get_peft_model(base, settings)
-    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.05)
-    losses = []
-    for _ in range(4):
-        loss = model(ids, labels=ids).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    trained = {name.removeprefix("base_model.model.") for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * 4 * base.config.num_hidden_layers
-    assert all("lora_" in name for name in trained)
-    for name, parameter in model.get_base_model().named_parameters():
-        if "lora_" not in name:
-            assert torch.equal(parameter, before[name.replace(".base_layer", "")]), name
-    model.eval().save_pretrained(tmp_path / "adapter")
-    assert {path.suffix for path in (tmp_path / "adapter").iterdir()} == {".safetensors", ".json", ".md"}
-    loaded = peft.PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(folder), tmp_path / "adapter").eval()
-    expected = model(ids).logits
-    assert torch.equal(loaded(ids).logits, expected)
-    merged = loaded.merge_and_unload()
-    assert type(merged) is DiffTransformerForCausalLM
-    torch.testing.assert_close(merged(ids).logits, expected, atol=1e-4, rtol=1e-4)
-    assert (expected - AutoModelForCausalLM.from_pretrained(folder).eval()(ids).logits).abs().max() > 0.01
-
-
-@PAIR
-def test_the_pipeline_generates(folder):
-    generator = pipeline("text-generation", model=str(folder), device="cpu")
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
-    alone = [generator(prompt, **options)[0]["generated_text"] for prompt in ("hello", "a longer one")]
-    assert all(text.startswith(prompt) for text, prompt in zip(alone, ("hello", "a longer one"), strict=True))
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    out = model.generate(torch.tensor([list(b"hello")]), pad_token_id=257, **options)
-    assert tokenizer.decode(out[0], skip_special_tokens=True) == alone[0]
-    batch = generator(["hello", "a longer one"], batch_size=2, **options)
-    assert [texts[0]["generated_text"] for texts in batch] == alone

@@ -92,19 +92,7 @@ def test_what_is_trained_is_what_was_asked_for(name):
         assert getattr(model.config, field) == value
 
 
-def test_normalised_heads_start_as_the_others_but_for_the_norm():
-    config = recipe("debug")
-    config.model |= {"attention": "softmax", "head_norm_init": 0.1}
-    plain = build_model(config, TOKENIZER).state_dict()
-    config.model["softmax_head_norm"] = True
-    normalised = build_model(config, TOKENIZER).state_dict()
-    own = normalised.keys() - plain.keys()
-    assert len(own) == config.model["num_hidden_layers"]
-    assert all((normalised[name] == 0.1).all() for name in own)
-    assert all(torch.equal(normalised[name], value) for name, value in plain.items())
-
-
-@pytest.mark.skipif(sys.platform == "win32", reason="resource is of Unix")
+@pytest.mark.slow
 def test_building_holds_little_more_than_the_model():
     size = ["hidden_size=1024", "num_attention_heads=16", "num_hidden_layers=4", "vocab_size=512"]
     command = [sys.executable, "-c", PEAK, *(f"model.{setting}" for setting in size)]
@@ -349,12 +337,6 @@ def test_adapters_resume_as_if_never_stopped(config, trained, tmp_path):
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     again = train(run, tmp_path / "stopped", resume=True).model.state_dict()  # a finished run
     assert all(torch.equal(again[name], value) for name, value in whole.items())
-
-
-def test_adapters_without_peft_say_what_to_install(config, trained, monkeypatch):
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"train.weights=lora needs peft; install with"):
-        resolve(initial(config, trained.folder, "train.weights=lora"))
 
 
 def test_a_folder_without_a_model_is_refused(config, trained, tmp_path):
