@@ -116,7 +116,6 @@ def test_info_says_what_of_a_recipe_fits():
     assert "It fits with train.activation_checkpointing=selective: 43.6 GiB." in fits.stdout
     small = cli("info", "scaling_13b", "--gpus", 8, "--memory", 24)
     assert "does not fit: " in small.stdout
-    assert "The largest part is the states of the optimizer and the weights, 24.4 GiB; give more GPUs" in small.stdout
 
 
 def test_generate(model):

@@ -17,6 +17,7 @@ import diff_transformer.ops
 
 ROOT = Path(__file__).parent.parent
 
+pytestmark = pytest.mark.slow
 pytest.importorskip("mkdocs", reason="the extra `docs` is not installed")
 
 

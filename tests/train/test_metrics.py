@@ -2,7 +2,6 @@
 
 import json
 import math
-import mmap
 import multiprocessing
 from pathlib import Path
 
@@ -21,7 +20,6 @@ from diff_transformer.train.telemetry import (
     gradient_norms,
     head_norm_gains,
     layer_lambdas,
-    memory_bytes,
     part_of,
     telemetry,
 )
@@ -36,14 +34,6 @@ def model():
 def backward(model, scale=1.0):
     ids = torch.arange(24).view(2, 12) % 7
     (model(input_ids=ids, labels=ids).loss * scale).backward()
-
-
-@pytest.mark.parametrize("attention", ["diff", "diff_v2", "grouped_diff", "dint", "softmax"])
-def test_no_parameter_of_any_kind_is_without_a_part(attention):
-    model = DiffTransformerForCausalLM(preset("debug", attention=attention, hidden_size=64, num_attention_heads=8))
-    parts = {part_of(name) for name, _ in model.named_parameters()}
-    assert "other" not in parts
-    assert ("lambda" in parts) == (attention != "softmax")
 
 
 def test_every_parameter_has_a_part(model):
@@ -94,20 +84,9 @@ def test_gain_lambda_and_memory(model):
     assert head_norm_gains(model) == pytest.approx([0.5, torch.linspace(-1, 1, 16).abs().mean().item()])
     values = telemetry(model, torch.device("cpu"))
     assert values["lambda"] == pytest.approx(model.lambdas().tolist())
-    assert 1e8 < values["memory_bytes"] < 1e11
-    assert values["peak_memory_bytes"] > 1e8
+    assert 1e8 < values["peak_memory_bytes"] < 1e11
     softmax = telemetry(DiffTransformerForCausalLM(preset("debug", attention="softmax")), torch.device("cpu"))
-    assert set(softmax) == {"memory_bytes", "peak_memory_bytes"}
-
-
-def test_memory_follows_what_is_held():
-    """New pages, written by one thread: the kernel's count is behind by some pages for every thread that wrote."""
-    size = 100_000_000
-    before = memory_bytes(torch.device("cpu"))["memory_bytes"]
-    with mmap.mmap(-1, size) as held:
-        for start in range(0, size, mmap.PAGESIZE):
-            held[start] = 1
-        assert memory_bytes(torch.device("cpu"))["memory_bytes"] - before == pytest.approx(size, rel=0.2)
+    assert set(softmax) == {"peak_memory_bytes"}
 
 
 def test_loss_by_source_is_a_mean_over_its_tokens():

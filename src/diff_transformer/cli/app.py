@@ -77,32 +77,15 @@ def _stopped(out: Path, kept: bool, how: str) -> str:
     return "stopped before anything was saved" + (f"; start again {how}" if begun else "")
 
 
-@contextmanager
-def bytes_done(title: str) -> Generator:
-    """A progress bar in bytes: ``progress(done, total)``."""
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TextColumn("left"))
-    screen = Console(stderr=True)
-    quiet = not screen.is_terminal
-    with Progress(*columns, TimeRemainingColumn(), transient=True, console=screen, disable=quiet) as bars:
-        task = bars.add_task(title, total=None)
-
-        def show(done: int, total: int):
-            bars.update(task, completed=done, total=total)
-
-        yield show
-
-
-def step_bars(**options):
-    """rich's progress bars in steps, with the time taken and the time left.
+def step_bars(*, in_bytes: bool = False, **options):
+    """rich's progress bars, in steps or bytes, with the time taken and the time left.
 
     Args:
         options: of ``rich.progress.Progress``.
     """
     from rich.progress import (
         BarColumn,
+        DownloadColumn,
         MofNCompleteColumn,
         Progress,
         TextColumn,
@@ -110,8 +93,9 @@ def step_bars(**options):
         TimeRemainingColumn,
     )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, TextColumn("left"), TimeRemainingColumn(), **options)
+    done = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), done, TimeElapsedColumn(), TextColumn("left"))
+    return Progress(*columns, TimeRemainingColumn(), **options)
 
 
 def quiet():

@@ -134,23 +134,11 @@ def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
     if chosen is not None:
         lines.append(f"It fits with train.activation_checkpointing={chosen}: {needed[chosen].gib:.1f} GiB.")
     else:
-        lines.append(_too_much(needed["full"], run, room))
+        lines.append(
+            f"It does not fit: {needed['full'].gib:.1f} GiB are needed, {room:.1f} may be used. Give more GPUs under "
+            "train.parallel.strategy=fsdp, train.micro_batch_size=1, or train.loss_chunk."
+        )
     return heading, table, "\n".join(lines)
-
-
-def _too_much(used: Any, run: Any, room: float) -> str:
-    """Which part is the largest, and what makes it smaller."""
-    parts = {"the states of the optimizer and the weights": used.states, "gathered weights": used.gathered}
-    parts |= {"activations": used.activations, "logits": used.logits}
-    largest = max(parts, key=lambda part: parts[part])
-    fewer = {"activations": "train.micro_batch_size=1 or a larger train.parallel.context_parallel", "logits": (
-        "train.loss_chunk=4096" if not run.train.loss_chunk else "a smaller train.loss_chunk"
-    )}  # fmt: skip
-    advice = fewer.get(largest, "more GPUs under train.parallel.strategy=fsdp, or train.parallel.tensor_parallel=2")
-    return (
-        f"It does not fit: {used.gib:.1f} GiB are needed, {room:.1f} may be used. The largest part is {largest}, "
-        f"{parts[largest] / _GIB:.1f} GiB; give {advice}."
-    )
 
 
 def preset_table(recipes: Iterable[str] = ()) -> Table:

@@ -4,7 +4,9 @@ import os
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.cli.app import bytes_done
+from rich.console import Console
+
+from diff_transformer.cli.app import step_bars
 from diff_transformer.data.prepare import PrepareConfig, prepare, totals
 from diff_transformer.data.sources import SPLITS, find_sources
 from diff_transformer.data.tokens import is_prepared, read_plan, repair_command, verify
@@ -38,7 +40,13 @@ def run_prepare(
     print(f"{len(files):,} source{'s' * (len(files) > 1)} of text ({size}), tokenizer {config.tokenizer}, to {out}")
     if dry_run:
         return
-    with bytes_done("tokenising") as show:
+    screen = Console(stderr=True)
+    with step_bars(in_bytes=True, transient=True, console=screen, disable=not screen.is_terminal) as bars:
+        task = bars.add_task("tokenising", total=None)
+
+        def show(done: int, total: int) -> None:
+            bars.update(task, completed=done, total=total)
+
         prepare(config, out, resume=resume, progress=show)
     print(describe(out))
     print(f"prepared: {out}; to train on it:")

@@ -113,17 +113,17 @@ def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, f
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Memory in use and its peak, in bytes.
-
-    On CUDA: the memory that PyTorch allocated, and its peak since the last call. Otherwise: the process's resident
-    memory, and its peak since the process started. Recent Linux counts resident memory per core and sums it up now and
-    then, so the number can lack about 2 MB a core.
-    """
+    """Peak memory in bytes: on CUDA of PyTorch's tensors since the last call, else of the process since its start."""
     if device.type == "cuda":
         peak = torch.cuda.max_memory_allocated(device)
         torch.cuda.reset_peak_memory_stats(device)
-        return {"memory_bytes": torch.cuda.memory_allocated(device), "peak_memory_bytes": peak}
-    return _process_memory()
+        return {"peak_memory_bytes": peak}
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return {}
+    unit = 1 if sys.platform == "darwin" else 1024
+    return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
 
 
 @dataclass(frozen=True)
@@ -188,17 +188,3 @@ def _sum_of_squares(grads: list[Tensor]) -> Tensor:
         alike.setdefault(sharding, []).append(grad)
     norms = [full_tensor(torch.nn.utils.get_total_norm(group)) for group in alike.values()]
     return sum(((norm.float() ** 2).reshape(()) for norm in norms), start=torch.zeros((), device=norms[0].device))
-
-
-def _process_memory() -> dict[str, int]:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-    try:
-        with open("/proc/self/statm") as file:
-            return {"memory_bytes": int(file.read().split()[1]) * resource.getpagesize(), "peak_memory_bytes": peak}
-    except OSError:
-        return {"peak_memory_bytes": peak}
