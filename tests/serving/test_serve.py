@@ -1,7 +1,6 @@
 """``diff-transformer serve``: the engine, its options, one real server of transformers, mistakes."""
 
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -13,7 +12,6 @@ import openai
 import pytest
 from command_line import cli
 
-from diff_transformer.model.implementations import IMPLEMENTATIONS
 from diff_transformer.serving import serve as serving
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -100,11 +98,3 @@ def test_mistakes_are_one_sentence(started, model_folder, words, said):
     done = cli("serve", *(str(model_folder) if word == "FOLDER" else word for word in words))
     assert done.returncode == 2
     assert done.stderr.startswith(said)
-
-
-def test_the_table_of_docs_inference_names_every_implementation():
-    (table,) = re.findall(
-        r"\| name \| differential.*?(?:\n\n|\Z)", DOCS.joinpath("inference.md").read_text(), re.DOTALL
-    )
-    named = set(re.findall(r"`(diff_\w+|eager|sdpa|flex_attention|flash_attention_2)`", table))
-    assert named == IMPLEMENTATIONS.keys() - {"flash_attention_3", "flash_attention_4"}
