@@ -1,67 +1,30 @@
-"""The layer against the paper's formulas written out head by head in fp64."""
+"""The layer: contexts, masks, static caches, positions, refusals; test_cores.py has the formulas."""
 
 import pytest
 import torch
 from torch.nn.functional import rms_norm
 from transformers import StaticCache
 
-from diff_transformer import DiffAttention, lambda_init
+from diff_transformer import DiffAttention
 from diff_transformer.model.heads import ATTENTIONS
 from diff_transformer.model.presets import preset
 
 
-def by_hand(layer, x, context, *, group, causal, gain, mask=None):
-    """Section 2.1, one differential head after the other; key/value head i // group serves head i."""
-    d = layer.head_dim
-    q, k, v = (p.weight.T for p in (layer.q_proj, layer.k_proj, layer.v_proj))
-    q, k, v = x @ q, context @ k, context @ v
-    heads = q.shape[-1] // (2 * d)
-    lam = layer.core.lam()
-    outs = []
-    for i in range(heads):
-        j = i // group
-        maps = []
-        for part in (0, 1):
-            qi = q[..., (2 * i + part) * d : (2 * i + part + 1) * d]
-            kj = k[..., (2 * j + part) * d : (2 * j + part + 1) * d]
-            scores = qi @ kj.transpose(-1, -2) / d**0.5
-            if causal:
-                scores = scores.masked_fill(torch.ones_like(scores).triu(1).bool(), float("-inf"))
-            if mask is not None:
-                scores = scores.masked_fill(~mask, float("-inf"))
-            maps.append(scores.softmax(-1))
-        head = (maps[0] - lam * maps[1]) @ v[..., 2 * j * d : 2 * (j + 1) * d]
-        if layer.core.head_norm is not None:
-            head = rms_norm(head, (2 * d,), layer.core.head_norm.weight, 1e-5)
-        outs.append(gain * head)
-    return torch.cat(outs, -1) @ layer.o_proj.weight.T
-
-
-@pytest.mark.parametrize("norm", [True, False, "no_weight"])
-@pytest.mark.parametrize(("kv_heads", "group"), [(8, 1), (4, 2), (2, 4)])
-def test_layer_is_the_paper(norm, kv_heads, group):
-    """Grouped heads included: a repeat of the interleaved key heads would give both maps the same key."""
-    torch.manual_seed(0)
-    options = {"num_key_value_heads": kv_heads, "is_causal": True, "layer_index": 3, "head_norm": norm}
-    layer = DiffAttention(32, 8, **options).double()
-    if norm is True:
-        torch.nn.init.normal_(layer.core.head_norm.weight)
-    x = torch.randn(2, 7, 32, dtype=torch.float64)
-    out, weights = layer(x)
-    expected = by_hand(layer, x, x, group=group, causal=True, gain=1 - lambda_init(3))
-    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
-    assert weights is None
-
-
 def test_cross_attention_with_padding():
+    """Section 2.1 written out, one differential head after the other."""
     torch.manual_seed(0)
-    layer = DiffAttention(32, 4, context_size=24, lambda_init=0.5).double()
+    layer, d = DiffAttention(32, 4, context_size=24, lambda_init=0.5).double(), 8
     x, context = torch.randn(2, 5, 32).double(), torch.randn(2, 9, 24).double()
     keep = torch.ones(2, 9, dtype=torch.bool)
     keep[0, 6:] = False
-    out, _ = layer(x, context, key_padding_mask=keep)
-    expected = by_hand(layer, x, context, group=1, causal=False, gain=0.5, mask=keep[:, None])
-    torch.testing.assert_close(out, expected, atol=1e-10, rtol=1e-8)
+    out, weights = layer(x, context, key_padding_mask=keep)
+    assert weights is None
+    q, k, v = layer.q_proj(x).split(d, -1), layer.k_proj(context).split(d, -1), layer.v_proj(context).split(2 * d, -1)
+    hide = torch.zeros(2, 1, 9).double().masked_fill(~keep[:, None], float("-inf"))
+    maps = [(a @ b.mT / d**0.5 + hide).softmax(-1) for a, b in zip(q, k, strict=True)]
+    heads = [(maps[2 * i] - layer.core.lam() * maps[2 * i + 1]) @ v[i] for i in range(2)]
+    normed = [0.5 * rms_norm(head, (2 * d,), layer.core.head_norm.weight, 1e-5) for head in heads]
+    torch.testing.assert_close(out, layer.o_proj(torch.cat(normed, -1)), atol=1e-10, rtol=1e-8)
     altered = context.clone()
     altered[0, 6:] = 99.0
     torch.testing.assert_close(layer(x, altered, key_padding_mask=keep)[0], out)

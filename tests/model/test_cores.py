@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from diff_transformer import DiffAttention, DiffTransformerConfig
+from diff_transformer import DiffAttention, DiffTransformerConfig, lambda_init
 from diff_transformer.errors import UserError
-from diff_transformer.model.attention import Attention
-from diff_transformer.model.cores import AttentionCore
+from diff_transformer.model.attention import Attention, core_of
 from diff_transformer.model.cost import attention_core_flops, count_parameters
 from diff_transformer.model.heads import CORES, Variant, count_heads
 from diff_transformer.model.inputs import Packing
@@ -35,15 +34,18 @@ FORMULAS = {
     "v2, gate after the norm": Variant(shared_keys=True, lam="token", gate="normed", head_norm="weighted"),
     "v1, gate first": Variant(lam="learned", gate="first", head_norm="plain", factor=True),
     "v1, gate": Variant(lam="fixed", lambda_init=0.3, gate="result"),
+    "v1, fixed lambda": replace(CORES["diff"], lam="fixed"),
+    "v1, no norm": replace(CORES["diff"], head_norm=None),
+    "v1, norm without a weight": replace(CORES["diff"], head_norm="plain"),
 }
 EVERY = {**CORES, **FORMULAS}
 
 
-def layer_of(variant, kv=4, backend="auto"):
+def layer_of(variant, kv=4, backend="auto", causal=True, value_dim=None):
     torch.manual_seed(3)
-    heads = count_heads(variant, HEADS, kv, D)
-    core = AttentionCore(variant, HIDDEN, heads, layer_index=2, backend=backend)
-    return Attention(HIDDEN, heads, core)
+    heads = count_heads(variant, HEADS, kv, D, value_dim)
+    core = core_of(variant, HIDDEN, heads, 2, is_causal=causal, backend=backend)
+    return Attention(HIDDEN, heads, core, is_causal=causal)
 
 
 def written_out(layer, x):
@@ -53,7 +55,8 @@ def written_out(layer, x):
         F.linear(x, w.weight).unflatten(-1, (-1, width)).transpose(1, 2)
         for w, width in ((layer.q_proj, D), (layer.k_proj, D), (layer.v_proj, heads.value_dim))
     )
-    hide = torch.full((T, T), float("-inf"), dtype=x.dtype).triu(1)
+    hide = torch.full((T, T), float("-inf"), dtype=x.dtype).triu(1) if layer.is_causal else 0.0
+    gain = core.scale * (1 - lambda_init(2) if variant.factor else 1)
     r, sigmoids = variant.signal_heads, variant.sigmoids
     token = None if variant.lam in ("learned", "fixed") or not sigmoids else core.lam.proj.weight
     outs = []
@@ -81,24 +84,25 @@ def written_out(layer, x):
             second = one_map(q[:, group * (r + 1) + r], k2)
             of_first = gate if variant.gate == "first" else 1.0
             out = (of_first * first - (lam if variant.subtract else -lam) * second) @ value
+            if variant.means:  # of the rows of the first map so far, or of all
+                rows = [first[:, : t + 1 if layer.is_causal else T].mean(1) for t in range(T)]
+                out = out + lam * torch.stack(rows, 1) @ value
         out = out * (gate if variant.gate == "result" else 1.0)
         if variant.head_norm:
             weight = 1.0 if core.head_norm.weight is None else core.head_norm.weight
             out = out * (out.square().mean(-1, keepdim=True) + 1e-5).rsqrt() * weight
-        outs.append(out * core.gain * (gate if variant.gate == "normed" else 1.0))
+        outs.append(out * gain * (gate if variant.gate == "normed" else 1.0))
     return F.linear(torch.cat(outs, -1), layer.o_proj.weight)
 
 
 @pytest.mark.parametrize("name", EVERY)
-@pytest.mark.parametrize("kv", [8, 4])
-def test_the_layer_is_its_formula(name, kv):
+@pytest.mark.parametrize(("kv", "value_dim"), [(8, None), (4, None), (2, None), (4, 7), (4, D)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_layer_is_its_formula(name, causal, kv, value_dim):
     """Outputs and the gradients of the input and of every parameter, in fp64."""
-    if EVERY[name].means:
-        pytest.skip("tests/model/test_variants.py has the formula of dint")
     variant = EVERY[name]
-    if variant.signal_heads > 1:
-        kv //= 2
-    layer = layer_of(variant, kv).double()
+    kv = max(2, kv // 2) if variant.signal_heads > 1 else kv
+    layer = layer_of(variant, kv, causal=causal, value_dim=value_dim).double()
     x = torch.randn(2, 23, HIDDEN, dtype=torch.float64, requires_grad=True)
     out, expected = layer(x)[0], written_out(layer, x)
     torch.testing.assert_close(out, expected, atol=1e-12, rtol=1e-10)
@@ -113,13 +117,18 @@ def test_the_layer_is_its_formula(name, kv):
 def test_numerics_budget(name, dtype):
     """fp32 to 1e-5 (a norm amplifies the rounding of small heads); half precision within twice the eager error."""
     kv = 2 if EVERY[name].signal_heads == 3 else 4
-    layer, x = layer_of(EVERY[name], kv).to(dtype), torch.randn(2, 23, HIDDEN).to(dtype)
+    layer, (x, upstream) = layer_of(EVERY[name], kv).to(dtype), torch.randn(2, 2, 23, HIDDEN).to(dtype)
     exact, eager = layer_of(EVERY[name], kv).double(), layer_of(EVERY[name], kv, "reference").to(dtype)
     exact.load_state_dict({key: value.double() for key, value in layer.state_dict().items()})
     eager.load_state_dict(layer.state_dict())
-    out = layer(x)[0]
-    assert out.dtype == dtype
-    assert_within_budget(out, exact(x.double())[0], None if dtype == torch.float32 else eager(x)[0])
+    results = []
+    for each in (layer, exact, eager):
+        given = x.to(each.q_proj.weight.dtype).requires_grad_()
+        out = each(given)[0]
+        results.append((out, torch.autograd.grad(out, given, upstream.to(out.dtype))[0]))
+    assert results[0][0].dtype == dtype
+    for what, mine, true, usual in zip(("out", "dx"), *results, strict=True):
+        assert_within_budget(mine, true, None if dtype == torch.float32 and what == "out" else usual, what=what)
 
 
 @pytest.mark.parametrize("name", [name for name in EVERY if name != "dint"])

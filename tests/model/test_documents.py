@@ -96,24 +96,6 @@ def test_what_documents_exclude_is_refused(model):
         model(**packed(ids), output_attentions=True)
 
 
-@pytest.mark.parametrize("version", ["with groups", "without"])
-@pytest.mark.parametrize("heads", [2, 4])
-@pytest.mark.parametrize("window", [None, 5])
-def test_packed_attention_is_given_grouped_heads_as_they_are(monkeypatch, varlen, heads, version, window):
-    """Only a PyTorch whose function takes no grouped heads gets repeated ones."""
-    calls = varlen(grouped=version == "with groups")
-    q, k, v = (torch.randn(1, n, 20, 8) for n in (4, heads, heads))
-    heads_of = count_heads(CORES["softmax"], 4, heads, 8)
-    core = AttentionCore(CORES["softmax"], 32, heads_of, backend="sdpa")
-    documents = Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13)
-    rows, ends = [x[0].transpose(0, 1) for x in (q, k, v)], documents.cu_seqlens
-    out = packed_attention(*rows, ends, ends, 13, 13, True, window)
-    torch.testing.assert_close(out, core.attend_documents(q, k, v, None, Visible(None, True, window, documents)))
-    ((_, given, options),) = calls
-    assert given == (heads if version == "with groups" else 4)
-    assert options["window_size"] == (-1 if window is None else 4, 0)
-
-
 def test_the_baseline_repeats_where_algorithms_must_be_deterministic(monkeypatch, varlen):
     """The backward of PyTorch's packed attention does not: then each document is a call of its own."""
     calls = varlen()

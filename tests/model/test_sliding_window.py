@@ -117,22 +117,6 @@ def test_maps_are_zero_outside_the_window(attention):
         assert (attended.masked_select(band(20)) != 0).all()
 
 
-def test_no_mask_of_the_size_of_a_map_is_made(monkeypatch):
-    from diff_transformer.model import inputs
-
-    def refuse(*_, **__):
-        raise AssertionError("a mask of [T, S] was made")
-
-    model, ids = make(), tokens()
-    monkeypatch.setattr(inputs, "create_sliding_window_causal_mask", refuse)
-    first = model(ids[:, :9], attention_mask=torch.ones(2, 9, dtype=torch.long), use_cache=True)
-    model(ids[:, 9:], attention_mask=torch.ones(2, 20), past_key_values=first.past_key_values, use_cache=True)
-    padded = torch.tensor([[0] + [1] * 19] * 2)
-    model(ids, attention_mask=padded)
-    with pytest.raises(AssertionError, match=r"\[T, S\]"):  # SDPA takes no mask of the keys beside its causal limit
-        make("softmax")(ids, attention_mask=padded)
-
-
 def test_cost_counts_the_window():
     """A window of 2 over 4 tokens: queries see 1, 2, 2, 2 keys, 1.75 on average; without it 2.5."""
     windowed, whole = preset("debug", sliding_window=2), preset("debug")

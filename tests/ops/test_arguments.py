@@ -27,7 +27,6 @@ BAD = {
     "key heads": ({"k2": X.k2[:, :1]}, "k1 has head count 2 and k2 has head count 1"),
     "noise heads": ({"q2": X.q2[:, :3]}, "q1 has 4 heads, which q2's 3 noise heads do not divide"),
     "noise in groups": ({"q2": X.q2[:, :1]}, "q2 has 1 heads, which k1's 2 key/value heads do not divide"),
-    "integer lam": ({"lam": torch.tensor(1)}, "lam has dtype torch.int64; give a floating-point tensor"),
     "lam per wrong head": ({"lam": torch.rand(3)}, r"lam has shape \[3\]; give a float, a scalar, \[4\]"),
     "lam [B, H]": ({"lam": torch.rand(2, 4)}, r"lam has shape \[2, 4\].*broadcast to \[2, 4, 6, 1\]"),
     "lam of five dimensions": ({"lam": torch.rand(1, 2, 4, 6, 1)}, r"lam has shape \[1, 2, 4, 6, 1\]"),

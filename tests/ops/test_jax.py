@@ -249,7 +249,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "rank": ({"q2": X["q2"][0]}, ValueError, r"q2 has 3 dimensions \(shape \[4, 6, 3\]\); give \[batch, heads"),
     "integers": ({"q1": X["q1"].astype(int)}, UserError, "q1 has dtype int32; give float32, bfloat16, float16"),
     "mixed dtypes": ({"v": X["v"].astype(jnp.bfloat16)}, UserError, "q1 is float32 and v is bfloat16; cast them"),
-    "integer lam": ({"lam": jnp.array(1)}, UserError, "lam has dtype int32; give a floating-point array"),
     "lam per wrong head": ({"lam": jnp.ones(3)}, ValueError, r"lam has shape \[3\]; give a number, a scalar, \[4\]"),
     "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, UserError, "attn_mask has dtype int32"),
     "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),

@@ -148,15 +148,13 @@ def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:
     dtype = torch.promote_types(q1.dtype, torch.float32)
     if not isinstance(x, Tensor):
         return torch.full((1, 1, 1, 1), float(x), dtype=dtype, device=q1.device).expand(B, H, T, 1)
-    if not x.is_floating_point():
-        raise UserError(f"{name} has dtype {x.dtype}; give a floating-point tensor (float32 is what is computed with)")
     if x.device != q1.device and x.dim() > 0:
         raise UserError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
     shape = list(x.shape)
     x = x.to(device=q1.device, dtype=dtype)
     if x.dim() == 1 and x.shape[0] in (1, H):
         return x[None, :, None, None].expand(B, H, T, 1)
-    if x.dim() != 1 and broadcasts(x.shape, (B, H, T, 1)):
+    if x.dim() == 0 or (x.dim() > 1 and broadcasts(x.shape, (B, H, T, 1))):
         return x.expand(B, H, T, 1)
     raise UserError(
         f"{name} has shape {shape}; give a float, a scalar, [{H}] (one per head) "

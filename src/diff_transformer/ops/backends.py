@@ -84,7 +84,7 @@ def of_auto(call: Call) -> tuple[str, str]:
 
 def _unpacked(call: Call) -> Call:
     """The call as if all rows were one document."""
-    return call if call.documents is None else replace(call, cu_seqlens_q=None, cu_seqlens_k=None)
+    return call if call.cu_seqlens_q is None else replace(call, cu_seqlens_q=None, cu_seqlens_k=None)
 
 
 @cache

@@ -28,8 +28,6 @@ from jax import Array
 from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes
 from diff_transformer.ops.reference import DiffMaps
 
-__all__ = ["DiffMaps", "diff_attention", "diff_attention_maps"]
-
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -130,20 +128,13 @@ def _array(name: str, x, q1) -> Array:
 
 def _weight(name: str, x, q1: Array) -> Array:
     B, H, T, _ = q1.shape
-    dtype = jnp.promote_types(q1.dtype, jnp.float32)
-    if not isinstance(x, jax.Array | np.ndarray):
-        return jnp.full((1, 1, 1, 1), float(x), dtype)
-    if not jnp.issubdtype(x.dtype, jnp.floating):
-        raise UserError(f"{name} has dtype {x.dtype}; give a floating-point array (float32 is what is computed with)")
-    shape, x = x.shape, jnp.asarray(x).astype(dtype)
-    if x.ndim == 0:
-        return x.reshape(1, 1, 1, 1)
-    if x.ndim == 1 and shape[0] in (1, H):
+    x = jnp.asarray(x, jnp.promote_types(q1.dtype, jnp.float32))
+    if x.ndim == 1 and x.shape[0] in (1, H):
         return x[None, :, None, None]
-    if x.ndim > 1 and broadcasts(shape, (B, H, T, 1)):
+    if x.ndim != 1 and broadcasts(x.shape, (B, H, T, 1)):
         return x[(None,) * (4 - x.ndim)]
     raise UserError(
-        f"{name} has shape {list(shape)}; give a number, a scalar, [{H}] (one per head) "
+        f"{name} has shape {list(x.shape)}; give a number, a scalar, [{H}] (one per head) "
         f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
     )
 

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from diff_transformer.errors import UserError
-from diff_transformer.model.convert import convert_folder, folder
+from diff_transformer.model.convert import convert_folder
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8}
 LOST = {f"model.layers.{i}.self_attn.q_proj.weight": None for i in range(3)}
@@ -66,15 +66,6 @@ def test_other_tensors(llama, save, changes, message):
     refused(source, message)
 
 
-@pytest.mark.parametrize("name", ["pytorch_model.bin", "model.pt", "last.ckpt", "model-q4.gguf"])
-def test_a_pickle_is_refused_with_what_to_do(tmp_path, name):
-    source = tmp_path / "pickled"
-    source.mkdir()
-    (source / "config.json").write_text('{"model_type": "llama"}')
-    (source / name).write_bytes(b"")
-    refused(source, "cannot be loaded: .*only safetensors are read")
-
-
 def test_folders_that_hold_no_model(llama, tmp_path):
     refused(tmp_path / "nowhere", "has no config.json; give the folder of a saved model")
     first, second, *_ = sorted(llama.glob("*.safetensors"))
@@ -98,16 +89,6 @@ def test_nothing_is_overwritten(llama, tmp_path):
     (out / "mine.txt").unlink()
     convert_folder(llama, out)
     assert (out / "model.safetensors").exists()
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-def test_an_interrupted_write_leaves_nothing(llama, monkeypatch, error):
-    def interrupted(source, written):
-        assert (written / "model.safetensors").exists()
-        raise error
-
-    monkeypatch.setattr(folder, "carry_over", interrupted)
-    refused(llama, None, error)
 
 
 def test_tokenizer_generation_settings_and_licence_are_carried_byte_for_byte(llama, tmp_path):

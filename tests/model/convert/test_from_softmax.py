@@ -120,19 +120,6 @@ def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
     assert all((layer.first - layer.second).abs().max() > 1e-3 for layer in maps)
 
 
-@pytest.mark.parametrize("way", ["diff", "diff_v2"])
-def test_generation_is_the_same(source, ids, way):
-    """Greedy, over a cache that grows and over a static one, from prompts of different lengths."""
-    model = source(num_key_value_heads=2)
-    diff, mask = converted(model, way), torch.ones_like(ids)
-    mask[1, :6] = 0
-    options = {"attention_mask": mask, "max_new_tokens": 12, "do_sample": False, "pad_token_id": 0}
-    expected = model.generate(ids, **options)
-    assert torch.equal(diff.generate(ids, **options), expected)
-    static = diff.generate(ids, **options, cache_implementation="static", disable_compile=True)
-    assert torch.equal(static, expected)
-
-
 @pytest.mark.parametrize("target", ["diff", "diff_v2"])
 @pytest.mark.parametrize("origin", ["llama", "diff-transformer"])
 def test_folders(source, ids, tmp_path, origin, target):

@@ -172,13 +172,6 @@ def test_the_best_library_of_the_processor_is_loaded(processor, caplog, runs, ex
     assert caplog.messages == [f"blockwise: {said}"]
 
 
-def test_linux_may_refuse_tiles(processor, monkeypatch, caplog):
-    processor("amx")
-    answers = iter([None, "bf16"])
-    monkeypatch.setattr(library, "load", lambda path: next(answers))
-    assert library.library() == "bf16"
-
-
 def test_a_named_library_whose_tiles_linux_refuses_is_an_error(processor, monkeypatch):
     processor("amx")
     monkeypatch.setenv(library.SWITCH, "amx")

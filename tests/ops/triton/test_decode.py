@@ -217,13 +217,6 @@ def test_what_it_does_not_take(case):
     assert re.search(message, reason)
 
 
-def test_a_strided_width_is_refused():
-    x = inputs()
-    reason = decode.unsupported_reason(check(*x._replace(k2=x.k2.mT.contiguous().mT), is_causal=True))
-    assert reason is not None
-    assert "k2 has stride 150 in its last dimension" in reason
-
-
 def test_the_public_function_takes_the_kernel_and_lengths(monkeypatch):
     x, lengths = inputs(B=2, S=300), torch.tensor([150, 40], device=DEVICE)
     taken, compute = [], decode.attend_decode

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton", reason="it compiles Triton kernels")
 
-from assembly import products_of_loops, spills_in_loops, unguarded_arrivals
+from assembly import unguarded_arrivals
 from kernel_compiler import (
     Compiled,
     Description,
@@ -106,35 +106,6 @@ def test_a_spill_is_seen():
     assert compile_in_subprocess(COMBINE, SIGNATURE, CONSTANTS, capability=80).spill_bytes == 0
 
 
-SPILLING = """
-.text.kernel:
-        /*0000*/                   STL [R1], R2 ;
-.L_x_2:
-        /*0010*/                   LDL R3, [R1] ;
-.L_x_0:
-        /*0020*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
-        /*0030*/              @!P1 BRA `(.L_x_1) ;
-        /*0040*/                   {inside} ;
-.L_x_1:
-        /*0050*/                   BRA.U UP0, `(.L_x_0) ;
-        /*0060*/                   LDL R3, [R1] ;
-        /*0070*/               @P0 BRA `(.L_x_2) ;
-        /*0080*/                   EXIT ;
-.L_x_3:
-        /*0090*/                   BRA `(.L_x_3);
-"""
-
-
-@pytest.mark.parametrize(
-    ("inside", "product", "found"),
-    [("MOV R3, R2", "HMMA", 0), ("STL [R1+0x4], R3", "HMMA", 1), ("LDL.64 R2, [R1]", "UTCHMMA", 1),
-     ("LDL R3, [R1]", "FFMA", 1), ("LDL R3, [R1]", "IADD3", 0)],
-)  # fmt: skip
-def test_spills_are_counted_in_the_innermost_loops_that_multiply(inside, product, found):
-    sass = SPILLING.format(inside=inside).replace("HMMA.16816.F32.BF16", product)
-    assert spills_in_loops(sass) == found
-
-
 def table_with(kernel, size):
     """Tiles of one kernel: this one at all widths."""
     return {kernel: {(128, 256): (size,)}}
@@ -153,33 +124,6 @@ def test_a_serialised_wgmma_is_seen():
     assert bad.wgmma_serialized
     assert good.spills_in_loops == 0
     assert bad.spills_in_loops > 0
-
-
-LOOPS = """
-$L__BB0_0:
-    wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%f1}, %rd1, %rd2, 1, 1, 1, 0, 1;
-    bra.uni $L__BB0_3;
-$L__BB0_2:  // the end of the inner loop, placed before its beginning
-    mov.b32 %r7, 135266448;
-    @%p1 tcgen05.mma.cta_group::1.kind::f16 [ %r1 + 0 ], %rd1, %rd2, %r7, %p2;
-    @!%p3 bra $L__BB0_5;
-$L__BB0_3:
-    mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f1}, {%r1}, {%r2}, {%f1};
-waitLoop:
-    @!complete bra.uni waitLoop;
-    bra $L__BB0_2;
-$L__BB0_5:
-    @%p4 bra $L__BB0_0;
-    ret;
-"""
-
-
-def test_products_are_counted_by_loop():
-    """Of the innermost loop, whatever the order of its blocks: 8 warps' mma.sync, and one tcgen05.mma of 128 x 64."""
-    assert products_of_loops(LOOPS, num_warps=8) == (8 * 16 * 8 * 16 + 128 * 64 * 16,)
-    assert products_of_loops(LOOPS.replace("@!%p3 bra $L__BB0_5;", "bra $L__BB0_5;"), num_warps=8) == (
-        2 * 64 * 32 * 16 + 8 * 16 * 8 * 16 + 128 * 64 * 16,
-    )
 
 
 def test_a_product_that_warps_repeat_is_seen():

@@ -3,6 +3,8 @@
 ``native.cpp`` computes it; ``setup.py`` compiles that file, ``library.py`` loads it, ``kernel.py`` calls it.
 """
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 def unsupported_reason(call: Call) -> str | None:
     """Why the backend cannot compute this call, or None. It takes one document at a time."""
     device, width = call.q1.device.type, max(call.q1.shape[3], call.v.shape[3])
-    if call.documents is not None:
+    if call.cu_seqlens_q is not None:
         return "it takes no packed documents"
     if device not in ("cpu", "meta"):
         return f"it computes on CPUs, not on {device}"
@@ -37,27 +39,21 @@ def attend(call: Call) -> Tensor:
         call = replace(call, q1=call.q1 * sign, q2=call.q2 * sign, scale=abs(call.scale) or 1.0)
     if call.v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return attend(in_dtype(call, torch.float32)).half()
-    if not call.gradients and _is_plain(call):
-        return kernel.forward(call).transpose(1, 2)
+    if not call.gradients and not traced() and in_memory((*call.inputs, call.first, call.attn_mask)):
+        return kernel.forward(call).transpose(1, 2)  # the custom operator takes as long as a short query
     options = call.first, call.attn_mask, call.is_causal, call.window, call.scale
     return forward(*call.inputs, *options).transpose(1, 2)
 
 
-def in_memory(x: Tensor) -> bool:
-    """True if the values of ``x`` lie at its address on the CPU: not so for subclasses (fake, sharded or quantised
-    tensors), meta tensors, storages that were freed, and views that are negated when they are read."""
-    if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
-        return False
-    return x.untyped_storage().nbytes() > 0
-
-
-def _is_plain(call: Call) -> bool:
-    """True if nothing traces or compiles: without gradients, the custom operator, which takes as long as a short
-    query, is then skipped."""
-    if traced():
-        return False
-    for x in (*call.inputs, call.first, call.attn_mask):  # noqa: SIM110 (a generator takes twice as long)
-        if x is not None and not in_memory(x):
+def in_memory(tensors: Iterable[Tensor | None]) -> bool:
+    """True if the values of all tensors lie at their addresses on the CPU: not so for subclasses (fake, sharded or
+    quantised tensors), meta tensors, storages that were freed, and views that are negated when they are read."""
+    for x in tensors:
+        if x is None:
+            continue
+        if type(x) not in _PLAIN or not x.is_cpu or x.layout is not torch.strided or x.is_neg():
+            return False
+        if not x.untyped_storage().nbytes():
             return False
     return True
 

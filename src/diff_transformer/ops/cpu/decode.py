@@ -20,9 +20,9 @@ from diff_transformer.ops.cpu.library import LAMBDA_VECTORS, HeadOutput, Matrix,
 def can_decode(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True for a few queries [B, heads, T, D] over plain tensors in the CPU's memory, if nothing records, transforms
     or casts what is called here."""
-    if traced() or active_transform() is not None or _functions_replaced() or not available():
-        return False
     if q.shape[2] > MAX_DECODE_ROWS or not q.is_cpu or q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
+        return False
+    if traced() or active_transform() is not None or _functions_replaced() or not available():
         return False
     if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
         return False
@@ -116,11 +116,7 @@ _DTYPES = (torch.float32, torch.bfloat16)
 
 def _readable(tensors: Sequence[Tensor]) -> bool:
     """True if the values lie at the tensors' addresses and need no gradient."""
-    differentiable = torch.is_grad_enabled()
-    for x in tensors:  # noqa: SIM110 (a generator takes twice as long)
-        if not in_memory(x) or (differentiable and x.requires_grad):
-            return False
-    return True
+    return in_memory(tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
 
 
 def _functions_replaced() -> bool:

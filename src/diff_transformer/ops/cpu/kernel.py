@@ -22,7 +22,7 @@ MAX_NEAR_BYTES = 2**23  # of a head's packed keys and values: more do not stay i
 
 def forward(call: Call) -> Tensor:
     """[B, T, H, Dv] in the dtype of v."""
-    q1, _, k1, _, v, _ = call.inputs
+    q1, k1, v = call.q1, call.k1, call.v
     B, H, T, _ = q1.shape
     out = v.new_empty(B, T, H, v.shape[-1])
     few_rows = H // k1.shape[1] * T <= MAX_DECODE_ROWS
