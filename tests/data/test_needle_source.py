@@ -37,14 +37,6 @@ def test_a_row_has_the_tokens_of_its_text(source):
         np.testing.assert_array_equal(spliced, encode(source.tokenizer, text.removesuffix("<|endoftext|>")))
 
 
-def test_rows_have_exactly_the_length(source):
-    ids, labels = source.rows(0, 100)
-    assert ids.shape == labels.shape == (100, source.length)
-    assert ids.dtype == labels.dtype == np.int64
-    np.testing.assert_array_equal(labels, ids)
-    assert (ids[:, -1] == source.tokenizer.eos_token_id).all()
-
-
 def test_every_answer_is_right_and_every_city_is_asked_for_at_most_once(source):
     needle_counts, query_counts = set(), set()
     for row in source.rows(0, 100)[0]:
@@ -104,16 +96,6 @@ def test_with_answer_loss_only_the_answers_alone_carry_a_loss(filler, tokenizer)
         np.testing.assert_array_equal(row_labels[kept], row[kept])
         expected = re.findall(r"Answer: \w+ is( [^\n<]*)", _text(source, row))
         assert tokenizer.decode(row[kept].tolist()) == "".join(expected)
-
-
-def test_more_questions_where_there_is_room(filler, tokenizer):
-    def asked(**options):
-        source = NeedleSource(filler, tokenizer, needles=(4,), queries=(1,), **options)
-        return [_text(source, row).count("\nQuestion") for row in source.rows(0, 20)[0]]
-
-    assert asked(length=600) == [4] * 20
-    assert asked(length=600, questions_per_document=2) == [2] * 20
-    assert min(asked(length=130)) == 1
 
 
 def test_what_no_stretch_of_filler_fits_is_padded_without_loss(tokenizer):

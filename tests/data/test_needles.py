@@ -8,7 +8,6 @@ from tiny_models import spaced_tokenizer
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
-    CITIES,
     DEPTHS,
     completion,
     draw_facts,
@@ -29,14 +28,6 @@ def filler(documents):
 def _example(filler, tokenizer, index=0, **options):
     settings = {"length": 400, "needles": 4, "queries": 2} | options
     return make_needle_example(evaluation_rng(0, index), filler, tokenizer, **settings)
-
-
-def test_cities_cannot_be_mistaken_for_one_another():
-    folded = [city.casefold() for city in CITIES]
-    assert len(CITIES) >= 120
-    assert len(set(folded)) == len(CITIES)
-    assert not [(a, b) for a in folded for b in folded if a != b and a in b]
-    assert all(city.isalpha() and city[0].isupper() for city in CITIES)
 
 
 def test_the_format_of_questions_and_answers():
@@ -92,12 +83,6 @@ def test_the_first_queried_needle_is_at_its_depth_and_the_others_anywhere(filler
     assert max(others) > 0.75
 
 
-def test_a_random_depth_is_told(filler, tokenizer):
-    depths = [_example(filler, tokenizer, index).depth for index in range(20)]
-    assert len(set(depths)) == 20
-    assert 0 <= min(depths) < 0.3 < 0.7 < max(depths) <= 1
-
-
 @pytest.mark.parametrize("length", [130, 255, 1000, 4096])
 @pytest.mark.parametrize("name", ["trained", "bytes"])
 def test_the_prompt_fills_its_length(filler, tokenizer, length, name):
@@ -148,19 +133,6 @@ def test_every_tokenizer_and_script_fills_its_length(filler, name, length):
                     example.prompt[needle.start : needle.end]
                     == f"The magic number of {needle.city} is {needle.number}."
                 )
-
-
-def test_words_inside_a_text_have_no_space_that_the_tokenizer_adds_to_a_text(filler):
-    chosen = spaced_tokenizer(["".join(filler.words[i : i + 10]) for i in range(0, 3000, 10)])
-    table, words = filler.tokens(chosen), filler.words[:500]
-    np.testing.assert_array_equal(table.ids[: table.starts[500]], encode(chosen, "a" + "".join(words))[1:])
-    assert table.joined == 1
-    assert filler.tokens(_joining(filler)).joined < 1
-
-
-def test_examples_repeat_for_a_seed_and_differ_between_seeds(filler, tokenizer):
-    assert _example(filler, tokenizer, 3) == _example(filler, tokenizer, 3)
-    assert _example(filler, tokenizer, 3) != _example(filler, tokenizer, 4)
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 6])

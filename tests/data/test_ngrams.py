@@ -42,15 +42,6 @@ def test_a_case_by_hand():
     assert np.flatnonzero(ar_hits(row, frequent, vocab_size=4)).tolist() == [6]
 
 
-def test_rows_do_not_see_each_other():
-    assert not ar_hits(np.array([[1, 2, 3], [1, 2, 3]]), np.empty(0, np.int64), vocab_size=4).any()
-
-
-def test_rows_shorter_than_n():
-    assert ar_hits(np.array([[1]]), np.empty(0, np.int64), vocab_size=4).tolist() == [[False]]
-    assert frequent_ngrams(np.array([1]), threshold=0, vocab_size=4).size == 0
-
-
 def test_large_vocabularies_do_not_collide():
     vocab = 150_000
     rows = np.array([[vocab - 1, vocab - 1, 0, vocab - 1, vocab - 1]])

@@ -11,7 +11,7 @@ import zstandard
 
 from diff_transformer.data import python_library
 from diff_transformer.data.corpus import load_corpus
-from diff_transformer.data.documents import Document, hash_of_name, held_out_groups, held_out_split, take_bytes
+from diff_transformer.data.documents import Document, hash_of_name, held_out_split, take_bytes
 from diff_transformer.data.sources import Reader, find_sources
 from diff_transformer.errors import UserError
 
@@ -124,13 +124,6 @@ def test_a_single_text_keeps_its_end_for_validation_cut_at_a_line_end(tmp_path):
         assert 0.08 < len(held_out) / len(lines) < 0.12
     corpus = load_corpus(tmp_path / "line.txt")
     assert (len(corpus.train[0].text), len(corpus.validation[0].text)) == (90, 10)
-
-
-@pytest.mark.parametrize("count", [2, 3, 5])
-def test_a_held_out_split_leaves_no_side_empty(count):
-    for start in range(50):
-        groups = {f"{start + n}" for n in range(count)}
-        assert set() < held_out_groups(groups) < groups
 
 
 def test_documents_of_a_group_stay_together():
@@ -250,13 +243,3 @@ def test_the_python_library_alternates_prose_and_code(tiny_library):
     assert "    return 7\n" in texts["code/mod7.py"]
     sides = {("train", d.text) for d in corpus.train} | {("validation", d.text) for d in corpus.validation}
     assert set(read("python")[0]) == sides
-
-
-def test_a_python_without_topics_or_sources(tiny_library, monkeypatch):
-    monkeypatch.setattr(python_library, "_topics", list)
-    assert all(not d.name.startswith("topics/") for d in load_corpus("python").train)
-    monkeypatch.setattr(python_library.sysconfig, "get_paths", lambda: {"stdlib": str(tiny_library / "test")})
-    (tiny_library / "test" / "test_x.py").unlink()
-    python_library.load_python_library.cache_clear()
-    with pytest.raises(UserError, match="no Python sources"):
-        load_corpus("python")

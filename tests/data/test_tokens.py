@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import numpy as np
 import pytest
 
@@ -84,19 +82,6 @@ def test_any_process_may_ask_for_any_rows(tokens):
                 np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), batch[name])
 
 
-def test_a_step_reads_only_its_own_rows(tokens):
-    class Counting:
-        length, asked = 8, 0
-
-        def rows(self, first, count):
-            self.asked += count
-            return tuple(np.zeros((2, count, 8), np.int64))
-
-    sources = {"a": Counting(), "b": Counting()}
-    Mixture(sources, {"a": 0.75, "b": 0.25}, 16).batch(0, 1, 4)
-    assert sources["a"].asked + sources["b"].asked == 4
-
-
 def test_long_documents_worked_by_hand(tmp_path):
     """Five documents, the end of text included: 3, 10, 4, 6 and 7 tokens at 0, 3, 13, 17 and 23. Long from 7 tokens on:
     the second (10 tokens, 10 / 4 = 2.5: 3 rows of 4) and the fifth (7 tokens, 1.75: 2 rows). The others have 13 tokens
@@ -134,18 +119,6 @@ def test_long_documents_worked_by_hand(tmp_path):
     )
     orders = {tuple(map(tuple, corpus.rows(epoch * 18, 18)[0])) for epoch in range(3)}
     assert len(orders) == 3
-
-
-def test_up_sampling_where_every_document_is_long(tokens, array):
-    corpus = LongDocuments(tokens, 8, threshold=1, factor=1)
-    found = corpus.rows(0, corpus.num_windows)[0].tolist()
-    starts = np.concatenate([*tokens.document_starts(), [len(array)]])
-    expected = []
-    for start, end in pairwise(starts):
-        rows = max(1, int(np.floor((end - start) / 8 + 0.5)))
-        expected += [array[(start + 8 * row + np.arange(8)) % len(array)].tolist() for row in range(rows)]
-    assert sorted(found) == sorted(expected)
-    assert found != expected
 
 
 def test_errors_of_up_sampling(tokens):

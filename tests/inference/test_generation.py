@@ -102,24 +102,6 @@ def test_a_ragged_batch_is_its_prompts_one_by_one(attention, cache, decoding_ope
         assert 1 in used
 
 
-@pytest.mark.parametrize("attention", ["diff", "grouped_diff"])
-def test_the_decoding_operator_takes_a_ragged_cache_by_lengths(attention):
-    """A batch whose prompts lie at the left of one static cache: each row's length instead of a mask."""
-    x = cores_inputs()
-    lengths = torch.tensor([3, 11, 16])
-    together = diff_attention_decode(*x, lengths=lengths)
-    for row, used in enumerate(lengths.tolist()):
-        q1, q2, k1, k2, v, lam = (part[row : row + 1] for part in x)
-        alone = diff_attention_decode(q1, q2, k1[:, :, :used], k2[:, :, :used], v[:, :, :used], lam)
-        torch.testing.assert_close(together[row : row + 1], alone, atol=1e-5, rtol=1e-5)
-
-
-def cores_inputs():
-    from diff_transformer.testing import make_inputs
-
-    return make_inputs(B=3, T=1, S=16, requires_grad=False)
-
-
 @CACHED
 def test_an_assistant_changes_no_token(attention, window):
     """The assistant, and prompt lookup, agree on some tokens only, so the cache must be cropped."""

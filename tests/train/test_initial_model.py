@@ -1,6 +1,5 @@
 """The model that a run starts with."""
 
-import copy
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -15,7 +14,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, Starcoder2Config
 
 from diff_transformer import differentiate
-from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.spec import side_model
 from diff_transformer.model.config import DiffTransformerConfig
@@ -218,20 +216,6 @@ def test_another_tokenizer_is_refused(config, trained):
         build_model(other, load_training_data(other).tokenizer)
 
 
-def test_a_padding_token_that_the_model_does_not_embed_is_left_out(config, trained, tmp_path):
-    """As of a ``[PAD]`` that was added to the tokenizer alone (huggingface/transformers issue 23401)."""
-    tokenizer, size = copy.deepcopy(trained.tokenizer), trained.model.config.vocab_size
-    tokenizer.add_tokens([f"<{number}>" for number in range(size - len(tokenizer))])
-    tokenizer.add_special_tokens({"pad_token": "[NEW]"})
-    assert tokenizer.pad_token_id == size
-    trained.model.save_pretrained(tmp_path / "m")
-    tokenizer.save_pretrained(tmp_path / "m")
-    run = initial(config, tmp_path / "m", f"data.tokenizer={tmp_path / 'm'}")
-    data = load_training_data(run)
-    assert data.validation.max() < size
-    assert build_model(run, data.tokenizer).config.pad_token_id is None
-
-
 def of_transformers(kind, tokenizer, folder, **fields):
     """A tiny decoder of transformers that no class here holds, saved with ``tokenizer``."""
     sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "max_position_embeddings": 512}
@@ -337,11 +321,6 @@ def test_adapters_resume_as_if_never_stopped(config, trained, tmp_path):
     assert all(torch.equal(resumed[name], value) for name, value in whole.items())
     again = train(run, tmp_path / "stopped", resume=True).model.state_dict()  # a finished run
     assert all(torch.equal(again[name], value) for name, value in whole.items())
-
-
-def test_a_folder_without_a_model_is_refused(config, trained, tmp_path):
-    with pytest.raises(UserError, match="holds no model"):
-        build_model(initial(config, tmp_path), trained.tokenizer)
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "softmax"])

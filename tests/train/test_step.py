@@ -16,7 +16,7 @@ from diff_transformer.train import step
 from diff_transformer.train.config import OptimConfig, override
 from diff_transformer.train.context_parallel import SequencePart
 from diff_transformer.train.loss import Objective
-from diff_transformer.train.step import Stepper, learning_rate, make_optimizer, schedule_warning
+from diff_transformer.train.step import Stepper, learning_rate, make_optimizer
 from diff_transformer.train.training_data import BatchPart, Rows
 
 
@@ -143,21 +143,6 @@ def test_schedule_warms_up_and_decays_linearly():
     assert rates[-1] == pytest.approx(0.1)
     falls = torch.tensor(rates[3:]).diff()
     torch.testing.assert_close(falls, torch.full((10,), -0.09), atol=1e-6, rtol=0)
-
-
-def test_no_warm_up():
-    assert learning_rate(0, 10, OptimConfig(lr=1.0, warmup_steps=0, final_lr_ratio=0.0)) == pytest.approx(0.9)
-
-
-def test_a_run_that_ends_in_its_warm_up_is_told():
-    config = OptimConfig(lr=8e-5, warmup_steps=1000)
-    said = schedule_warning(358, config)
-    assert said is not None
-    assert (
-        "optim.warmup_steps 1000 is not less than train.steps 358: the learning rate ends at 2.86e-05 of 8e-05" in said
-    )
-    assert schedule_warning(1000, config) is not None
-    assert schedule_warning(1001, config) is None
 
 
 def test_an_answer_counts_if_all_of_its_tokens_are_predicted(monkeypatch):

@@ -1,7 +1,5 @@
 """What comes with the engine, with these models: caches, chunks, shards, LoRA, structured output."""
 
-import json
-
 import pytest
 import torch
 from engine_models import answers, expected, prompts
@@ -109,32 +107,6 @@ def test_lora(attention, save_model, start_engine, tmp_path):
     outputs = engine.generate(inputs, greedy(24), lora_request=requests, use_tqdm=False)
     assert [list(output.outputs[0].token_ids) for output in outputs] == wanted
     assert answers(engine, rows) == plain
-
-
-def test_structured_output(save_model, start_engine):
-    """A random model writes JSON of a schema when the engine masks what does not fit."""
-    from vllm import SamplingParams
-    from vllm.sampling_params import StructuredOutputsParams
-
-    _, folder = save_model(attention="diff", eos_token_id=256, pad_token_id=257)
-    engine = start_engine(folder)
-    schema = {
-        "type": "object",
-        "properties": {"found": {"type": "boolean"}},
-        "required": ["found"],
-        "additionalProperties": False,
-    }
-    masks = StructuredOutputsParams(json=schema, disable_any_whitespace=True)
-    parameters = SamplingParams(temperature=0, max_tokens=60, structured_outputs=masks)
-    text = engine.generate(["Was it found?"], parameters, use_tqdm=False)[0].outputs[0].text
-    assert isinstance(json.loads(text)["found"], bool)
-
-
-def test_nothing_is_written_into_the_models_folder(save_model, start_engine):
-    _, folder = save_model(attention="diff", hidden_size=96)
-    before = {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()}
-    answers(start_engine(folder), prompts(5))
-    assert {path.name: (path.stat().st_mtime_ns, path.stat().st_size) for path in folder.iterdir()} == before
 
 
 def test_half_precision_lambda_and_head_norm_stay_fp32(save_model, start_engine):
