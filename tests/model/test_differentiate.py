@@ -153,7 +153,7 @@ def test_meta_device_and_device_maps(kind, tmp_path):
     torch.testing.assert_close(logits(offloaded, tokens()), expected, rtol=1e-5, atol=4e-6)
 
 
-@pytest.mark.parametrize(("kind", "lambda_init"), [("diff", 0.5), ("diff", 0.3), ("diff_v2", 0.5)])
+@pytest.mark.parametrize(("kind", "lambda_init"), [("diff", 0.5), ("diff", 0.3), ("diff_v2", 0.5), ("diff_v3", 0.5)])
 def test_agrees_with_the_conversion_of_a_llama(kind, lambda_init):
     options = {"lambda_init": lambda_init} if kind == "diff" else {}
     ours = softmax_to_diff(source("Llama"), kind, **options)
@@ -164,6 +164,21 @@ def test_agrees_with_the_conversion_of_a_llama(kind, lambda_init):
     for part in ("q_proj", "k_proj", "v_proj"):
         gradients = [getattr(x.model.layers[0].self_attn, part).weight.grad for x in (changed, ours)]
         torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_experiments_read_both_maps(kind):
+    from diff_transformer.evals.attention_tap import changed_logits, tapped_attention
+
+    model, calls = made("Qwen3", kind), []
+    expected = logits(model, tokens())
+    with tapped_attention(model, calls.append):
+        assert torch.equal(logits(model, tokens()), expected)
+    maps = calls[0].maps()
+    torch.testing.assert_close(maps[0], maps[1])
+    torch.testing.assert_close(calls[0].attention(), (0.25 if kind == "diff_v3" else 0.5) * maps[0])
+    with changed_logits(model, lambda call: lambda found, allowed: found):
+        torch.testing.assert_close(logits(model, tokens()), expected, rtol=1e-5, atol=4e-6)
 
 
 def test_lora_on_the_new_projections(tmp_path):
@@ -227,7 +242,7 @@ def refused(message, model, *args, error=ValueError, **options):
 
 
 def test_bad_arguments_are_refused():
-    refused("no kind of .* 'diff_v3'.*; there are: diff_v2, diff", source("Qwen3"), "diff_v3")
+    refused("no kind of .* 'dint'.*; there are: diff_v2, diff_v3, diff", source("Qwen3"), "dint")
     for value in (0, 1, -0.5, float("nan"), "half"):
         refused("give a number between 0 and 1, neither of them", source("Qwen3"), "diff", lambda_init=value)
     refused("lambda of 'diff_v2' starts at 0.5; leave it out", source("Qwen3"), lambda_init=0.3)

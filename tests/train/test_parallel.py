@@ -88,6 +88,7 @@ def test_two_processes_train_like_one(base, tmp_path):
         ["model.attention=diff_v2", "model.head_norm=true", "model.head_norm_init=1.0"],
         ["model.attention=diff_v3", "model.head_norm=true", "model.head_norm_init=1.0"],
         ["model.attention=gated"],
+        ['model.core={"gate": "normed"}'],
         ["model.attention=grouped_diff", "model.num_attention_heads=8"],
         ["model.attention=dint"],
         [
@@ -98,7 +99,7 @@ def test_two_processes_train_like_one(base, tmp_path):
         ],
         ["data.documents=separate", "model.head_norm=no_weight", "model.head_norm_init=1.0"],
     ],
-    ids=["softmax", "diff_v2", "diff_v3", "gated", "grouped_diff", "dint", "gqa, untied, sources", "documents"],
+    ids=["softmax", "diff_v2", "diff_v3", "gated", "gate", "grouped_diff", "dint", "gqa, untied, sources", "documents"],
 )
 def test_every_attention_is_spread_right(base, settings, tmp_path):
     run_alone(tmp_path / "one", [*base, *settings])

@@ -16,6 +16,8 @@ from diff_transformer.serving.vllm import checks
 PAGE, WINDOW = 32, 20
 REFUSED = ("GPT-NeoX, Pythia", "GPT-2")
 TAKEN = [row["model"] for row in json.loads(RECORD.read_text())["rows"] if not row["refused"]]
+V3 = ", as V3"
+MODELS = [*TAKEN, f"Qwen3{V3}", f"Phi-3, Phi-4{V3}"]
 ROWS = prompts(1, PAGE + 1, 100)
 
 
@@ -38,9 +40,9 @@ def save(name: str, folder: Path, kind: str = "diff_v2"):
 def saved(tmp_path_factory):
     """Folders, answers and log-probabilities of transformers, before an engine changes transformers' classes."""
     found = {}
-    for name in TAKEN:
+    for name in MODELS:
         folder = tmp_path_factory.mktemp("model")
-        model = save(name, folder)
+        model = save(name.removesuffix(V3), folder, "diff_v3" if name.endswith(V3) else "diff_v2")
         with torch.no_grad():
             logits = model(torch.tensor(ROWS[-1:])).logits[0]
         found[name] = folder, expected(model, ROWS), logits.log_softmax(-1)
@@ -49,7 +51,7 @@ def saved(tmp_path_factory):
     return found
 
 
-@pytest.mark.parametrize("name", [name for name in TAKEN if name not in REFUSED])
+@pytest.mark.parametrize("name", [name for name in MODELS if name not in REFUSED])
 def test_the_tokens_and_probabilities_of_transformers(name, saved, start_engine):
     from vllm import SamplingParams
 

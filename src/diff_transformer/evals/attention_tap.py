@@ -276,7 +276,7 @@ class _ForeignAttention:
             from diff_transformer.model.differentiate import maps_of
 
             q1, q2, k1, k2 = maps_of(q, k, v)
-            return replace(call, q1=q1, k1=k1, q2=q2, k2=k2, lam=lam)
+            return replace(call, q1=q1, k1=k1, q2=q2, k2=k2, lam=lam, first=kwargs.get("differential_gate"))
         if not _is_diff_llama(module):
             return call
         (q1, q2), (k1, k2) = q.chunk(2, dim=1), k.chunk(2, dim=1)  # pairs: head i and head i + h

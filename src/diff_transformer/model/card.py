@@ -16,6 +16,7 @@ _TITLES = {
 }
 _MAPS = {  # of a model that ``differentiate`` changed
     "diff_v2": "twice the query heads over the same keys; lambda is a sigmoid for each token and head",
+    "diff_v3": "twice the query heads over the same keys; a sigmoid for each token and head weights each map",
     "diff": "twice the query and key heads; lambda is learned in each layer",
 }
 

@@ -3,9 +3,10 @@
     model = differentiate(AutoModelForCausalLM.from_pretrained(...))
 
 The model keeps its class and its code. Each head becomes two, whose maps are both the old map: with lambda = c their
-difference is (1 - c) times that map, and W_O is divided by 1 - c. ``docs/pretrained_to_diff.md`` explains why the
-copies separate in training. Attention itself runs through transformers' ``AttentionInterface`` under the names
-``diff_auto``, ``diff_triton``, ..., and a hook on each attention module computes lambda.
+difference is (1 - c) times that map (half of it for "diff_v3"), and W_O is divided by that factor.
+``docs/pretrained_to_diff.md`` explains why the copies separate in training. Attention itself runs through transformers'
+``AttentionInterface`` under the names ``diff_auto``, ``diff_triton``, ..., and a hook on each attention module computes
+lambda.
 
 The entry ``differential`` of the configuration says what was done. ``registration.py`` calls ``restore`` for a model
 whose configuration has it, before weights are loaded.
@@ -14,6 +15,7 @@ Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value 
 """
 
 import inspect
+import math
 import os
 import sys
 import warnings
@@ -35,10 +37,12 @@ from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, OWN
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
 from diff_transformer.ops.api import diff_attention
 
-KINDS = ("diff_v2", "diff")
+KINDS = ("diff_v2", "diff_v3", "diff")
 ENTRY = "differential"  # in the configuration
 FORMAT = 1  # of the entry and the tensors
+FIRST = {"diff_v2": 1.0, "diff_v3": 0.5, "diff": 1.0}  # weight of the first map at the start
 LAMBDA = "differential_lambda"  # a submodule of each attention, and the argument that carries its result
+GATE = "differential_gate"  # the argument that carries the weight of the first map of "diff_v3"
 
 _OUT = ("o_proj", "dense", "out_proj")
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
@@ -83,8 +87,10 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
     Args:
         model: a ``PreTrainedModel`` that is a decoder, in full or half precision, on any device, also "meta".
         kind: "diff_v2" doubles the queries, and lambda is sigmoid(X W_lambda); keys, values and their cache stay.
+            "diff_v3" does so too and also gates the first map; the gates start at 1/2 and 1/4 for every token.
             "diff" doubles queries and keys, and lambda is learned in each layer.
-        lambda_init: lambda at the start, between 0 and 1. "diff_v2" starts at 0.5. Other values than 0.5 round W_O.
+        lambda_init: weight of the second map over that of the first at the start, between 0 and 1; 0.5 for "diff_v2"
+            and "diff_v3". Other values than 0.5 round W_O.
 
     Returns:
         ``model``.
@@ -130,9 +136,9 @@ def check_start(kind: str, lambda_init: Any) -> None:
             f"lambda_init is {lambda_init!r}; give a number between 0 and 1, neither of them: at 0 the second map has "
             "no gradient, and at 1 nothing is left of two equal maps"
         )
-    if kind == "diff_v2" and lambda_init != 0.5:
+    if kind != "diff" and lambda_init != 0.5:
         raise UserError(
-            f"lambda_init is {lambda_init!r}, and lambda of 'diff_v2' starts at 0.5; leave it out, or take 'diff'"
+            f"lambda_init is {lambda_init!r}, and lambda of {kind!r} starts at 0.5; leave it out, or take 'diff'"
         )
 
 
@@ -267,12 +273,12 @@ def _double(module: Any, part: Parts, kind: str, lambda_init: float, draw: torch
     """Heads 2i and 2i + 1 of the queries (and of the keys of "diff") become copies of head i."""
     q, k, d, norms = part.q, part.k, part.d, part.norms
     by_head = any(x.numel() > d for x in norms[0].parameters()) if norms[0] is not None else False
-    for projection, norm in ((q, norms[0]), (k, norms[1]))[: 1 if kind == "diff_v2" else 2]:
+    for projection, norm in ((q, norms[0]), (k, norms[1]))[: 2 if kind == "diff" else 1]:
         _widen(projection, d)
         projection.out_features = projection.weight.shape[0]
         if norm is not None and by_head:
             _widen(norm, d)
-    part.out.weight.mul_(1 / (1 - lambda_init))
+    part.out.weight.mul_(1 / ((1 - lambda_init) * FIRST[kind]))
     module.add_module(LAMBDA, _lambda(q, kind, lambda_init, part.n, d, draw))
     module.register_forward_pre_hook(_give_lambda, with_kwargs=True)
 
@@ -293,7 +299,12 @@ def _lambda(q: nn.Linear, kind: str, lambda_init: float, n: int, d: int, draw: t
     """The module that computes lambda, beside ``q``. It takes nothing from the global random numbers."""
     device = q.weight.device
     with torch.device("meta"):
-        lam = LearnedLambda(d, lambda_init) if kind == "diff" else TokenLambda(q.in_features, n, telemetry=False)
+        if kind == "diff":
+            lam: LearnedLambda | TokenLambda = LearnedLambda(d, lambda_init)
+        else:
+            second = lambda_init * FIRST[kind]
+            columns, offset = 1 + (kind == "diff_v3"), math.log(second / (1 - second))
+            lam = TokenLambda(q.in_features, n, columns, offset=offset, telemetry=False)
     if isinstance(lam, TokenLambda):
         lam.to(q.weight.dtype).to_empty(device=device).proj.weight.zero_()
         return lam
@@ -351,8 +362,9 @@ def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
             f"attention; call model.set_attn_implementation({DEFAULT!r}), or give another of {', '.join(OWN_NAMES)}"
         )
     hidden_states = args[0] if args else kwargs["hidden_states"]
-    more = {LAMBDA: getattr(module, LAMBDA)(hidden_states)}
-    if getattr(module.config, ENTRY)["kind"] == "diff":
+    kind, lam = getattr(module.config, ENTRY)["kind"], getattr(module, LAMBDA)(hidden_states)
+    more = dict(zip((GATE, LAMBDA), lam.split(1, 3), strict=True)) if kind == "diff_v3" else {LAMBDA: lam}
+    if kind == "diff":
         more |= {name: _HalvedValues(x) for name, x in kwargs.items() if getattr(x, "is_compileable", False)}
     return args, {**kwargs, **more}
 
@@ -406,8 +418,8 @@ def attend(
     if causal and key.shape[2] > T:  # a static cache, so far empty: the slots beyond T hold nothing
         key, value = key[:, :, :T], value[:, :, :T]
     out = diff_attention(
-        *maps_of(query, key, value), value, lam, attn_mask=attention_mask, is_causal=causal, scale=scaling,
-        backend=backend or "auto",
+        *maps_of(query, key, value), value, lam, first=kwargs.get(GATE), attn_mask=attention_mask, is_causal=causal,
+        scale=scaling, backend=backend or "auto",
     )  # fmt: skip
     return out.transpose(1, 2).contiguous(), None
 

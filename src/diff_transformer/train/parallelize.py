@@ -169,11 +169,11 @@ def _split_core(core: Any, mesh: DeviceMesh) -> None:
     """Lambda and the head norm of the heads that this process has."""
     from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
 
-    lam = getattr(core, "lam", None)
-    if isinstance(lam, LearnedLambda):
-        distribute_module(lam, mesh, output_fn=_shared_scalar)
-    elif isinstance(lam, TokenLambda):
-        parallelize_module(lam.proj, mesh, ColwiseParallel())
+    if isinstance(core.lam, LearnedLambda):
+        distribute_module(core.lam, mesh, output_fn=_shared_scalar)
+    for sigmoids in (core.lam, core.gates):
+        if isinstance(sigmoids, TokenLambda):
+            parallelize_module(sigmoids.proj, mesh, ColwiseParallel())
     if core.head_norm is not None and core.head_norm.weight is not None:
         _on_every_process(core.head_norm, mesh, Shard(2))  # [B, T, heads, width]
 

@@ -12,7 +12,7 @@ from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_l
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.testing import assert_within_budget
 
-WAYS = {"diff": {}, "diff .2": {"lambda_init": 0.2}, "diff .8": {"lambda_init": 0.8}, "diff_v2": {}}
+WAYS = {"diff": {}, "diff .2": {"lambda_init": 0.2}, "diff .8": {"lambda_init": 0.8}, "diff_v2": {}, "diff_v3": {}}
 SOURCES = {"all heads": {}, "grouped keys": {"num_key_value_heads": 2}, "one key head": {"num_key_value_heads": 1},
            "window": {"sliding_window": 5}, "tied": {"tie_word_embeddings": True}}  # fmt: skip
 
@@ -102,7 +102,7 @@ def test_all_that_is_new_has_a_gradient_in_v2(source, ids):
         assert (gradient.norm(dim=1) > 1e-4).all()  # every head's
 
 
-@pytest.mark.parametrize("way", ["diff", "diff_v2"])
+@pytest.mark.parametrize("way", ["diff", "diff_v2", "diff_v3"])
 def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
     diff = converted(source(), way)
     optimizer = torch.optim.AdamW(diff.parameters(), lr=1e-3)
@@ -120,7 +120,7 @@ def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
     assert all((layer.first - layer.second).abs().max() > 1e-3 for layer in maps)
 
 
-@pytest.mark.parametrize("target", ["diff", "diff_v2"])
+@pytest.mark.parametrize("target", ["diff", "diff_v2", "diff_v3"])
 @pytest.mark.parametrize("origin", ["llama", "diff-transformer"])
 def test_folders(source, ids, tmp_path, origin, target):
     """In bf16, as the conversion in memory."""
@@ -170,7 +170,7 @@ def test_a_llama_in_memory(randomise, ids):
         (
             {"attention": "softmax"},
             {"attention": "dint"},
-            "no kind of .* 'dint'; there are: diff_v2, diff",
+            "no kind of .* 'dint'; there are: diff_v2, diff_v3, diff",
         ),
     ],
 )

@@ -21,7 +21,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.conversion import Conversion, NamedTensors, convert_model, renamed
 from diff_transformer.model.convert.llama import from_llama
-from diff_transformer.model.differentiate import check_start, each_head_twice
+from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 
@@ -43,9 +43,10 @@ def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: 
     "diff": W_Q and W_K double in size; values keep their width (``value_head_dim``); heads have no norm. The two pairs
     of lambda vectors are equal, so lambda is exactly ``lambda_init``. "diff_v2": W_Q doubles in size; keys, values and
     their cache stay. lambda is sigmoid(X W_lambda). W_lambda starts at 0, so lambda starts at 1/2 for every token.
+    "diff_v3" also gates the first map: the gates start at 1/2 and 1/4.
 
     Args:
-        attention: "diff" or "diff_v2".
+        attention: "diff", "diff_v2" or "diff_v3".
         lambda_init: c, lambda of every layer at the start, between 0 and 1.
 
     Raises:
@@ -75,8 +76,10 @@ def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: 
             vectors = {"lambda_q1": q, "lambda_k1": k, "lambda_q2": q, "lambda_k2": k}
             new |= {prefix.format(i) + name: vector for name, vector in vectors.items()}
     else:
-        moves = {"q_proj": twice, "o_proj": partial(torch.mul, other=2.0)}
-        zeros = torch.zeros(target.num_diff_heads, target.hidden_size)
+        if attention == "diff_v3":
+            target.core = {"initial_ratio": float(lambda_init)}
+        moves = {"q_proj": twice, "o_proj": partial(torch.mul, other=1 / ((1 - lambda_init) * FIRST[attention]))}
+        zeros = torch.zeros(target.variant.sigmoids * target.num_diff_heads, target.hidden_size)
         new = {f"{prefix.format(i)}proj.weight": zeros for i in layers}
 
     def tensors(softmax: NamedTensors) -> NamedTensors:

@@ -108,7 +108,7 @@ def check_parallel(config, ranks: int) -> None:
 def check_differential(config, name: str) -> None:
     """Raise ValueError for a model made differential in place that vLLM's Transformers backend does not run."""
     kind, about = config.differential.get("kind"), f"{name} was made differential in place"
-    if kind != "diff_v2":
+    if kind not in ("diff_v2", "diff_v3"):
         raise UserError(
             f"{about} as {kind!r}, each of whose maps has its own keys, and vLLM's cache would need values for each; "
             "use `diff-transformer serve --engine transformers`, or differentiate(model, 'diff_v2')"

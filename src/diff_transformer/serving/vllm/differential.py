@@ -16,7 +16,7 @@ from vllm.model_executor.models.transformers import (
 )
 from vllm.model_executor.models.transformers.fusers.attention import VLLM_ATTN_IMPL
 
-from diff_transformer.model.differentiate import LAMBDA
+from diff_transformer.model.differentiate import GATE, LAMBDA
 
 IMPLEMENTATION = "diff_vllm"
 
@@ -28,6 +28,8 @@ def attend(
     out, _ = vllm_attention_forward(module, query, key, value, attention_mask, **kwargs)
     first, second = out.unflatten(-1, (-1, 2, query.shape[-1])).float().unbind(2)
     lam = kwargs[LAMBDA][0].transpose(0, 1)  # [T, n, 1]
+    if (gate := kwargs.get(GATE)) is not None:
+        first = first * gate[0].transpose(0, 1)
     return torch.addcmul(first, second, lam, value=-1).to(query.dtype)[None], None
 
 
@@ -35,7 +37,7 @@ AttentionInterface.register(IMPLEMENTATION, attend)
 
 
 class DifferentialForCausalLM(TransformersForCausalLM):
-    """A decoder of transformers that ``differentiate`` changed to ``"diff_v2"``."""
+    """A decoder of transformers that ``differentiate`` changed to ``"diff_v2"`` or ``"diff_v3"``."""
 
     def __init__(self, *, vllm_config: Any, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
