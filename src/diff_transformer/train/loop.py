@@ -221,7 +221,7 @@ def _train_steps(
                 at(step, "validation")
                 values |= _validation(run)
             if values and log is not None:
-                log.write(done, values | speed.checkpoints())
+                log.write(done, values)
             if values:
                 speed = _Speed()
             if progress is not None:
@@ -229,10 +229,9 @@ def _train_steps(
             stopping = done < last and (outcome.stop or (stop() and run.plan.world == 1))
             if stopping or due(done, settings.checkpoint_every):
                 at(step, "checkpoint")
-                with speed.standing_still():
-                    if log is not None:
-                        log.flush()
-                    checkpoints.save(done, run.model, run.optimizer, values.get("validation_loss"))
+                if log is not None:
+                    log.flush()
+                checkpoints.save(done, run.model, run.optimizer, values.get("validation_loss"))
             if stopping:
                 checkpoints.wait()
                 text = f"stopped after step {done}, state saved in {folder}; continue with --resume"
@@ -341,20 +340,10 @@ def refuse_other_rows(folder: Path, data: TrainingData) -> None:
 
 
 class _Speed:
-    """Training speed since this object was made, and the time for which checkpoints stopped training."""
+    """Training speed since this object was made."""
 
     def __init__(self):
-        self.tokens, self._start, self._stood = 0, time.perf_counter(), 0.0
+        self.tokens, self._start = 0, time.perf_counter()
 
     def tokens_per_second(self) -> float:
         return self.tokens / (time.perf_counter() - self._start)
-
-    @contextmanager
-    def standing_still(self) -> Generator[None]:
-        start = time.perf_counter()
-        yield
-        self._stood += time.perf_counter() - start
-
-    def checkpoints(self) -> dict[str, float]:
-        """A value of the log; none if there was no checkpoint."""
-        return {"checkpoint_seconds": self._stood} if self._stood else {}
