@@ -72,7 +72,6 @@ class Attention(nn.Module):
         *,
         attention_mask: Tensor | None = None,
         key_padding_mask: Tensor | None = None,
-        query_padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache=None,
@@ -90,9 +89,8 @@ class Attention(nn.Module):
                 those of the output (``heads.outputs``: half of ``num_heads`` for ``"diff"``): both maps of a head share
                 its mask. So a learned bias, such as a table of relative positions, has that many heads; give it as it
                 is, and ``backend="auto"`` computes its gradient.
-            key_padding_mask: bool ``[B, S]``, True where a key may be attended to.
-            query_padding_mask: bool ``[B, T]``, True where a query is not padding. Only ``"dint"`` uses it: its means
-                leave padding out. In self-attention None takes the newest positions of ``key_padding_mask``.
+            key_padding_mask: bool ``[B, S]``, True where a key may be attended to. In self-attention the means of
+                ``"dint"`` leave out the queries where it is False.
             position_ids: integer positions ``[B, T]`` for the rotary embedding; None counts from 0, or from the
                 cache's length.
             position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
@@ -118,7 +116,7 @@ class Attention(nn.Module):
         with_maps = output_attentions or output_attention_parts
         if visible is None:
             causal = self.is_causal if is_causal is None else is_causal
-            visible = Visible(attention_mask, causal, None, documents, query_padding_mask)
+            visible = Visible(attention_mask, causal, None, documents)
             visible = self._complete(visible, q.shape[2], k, key_padding_mask, cache, context)
         if visible.documents is not None and with_maps:
             raise UserError("packed documents came with attention maps as output, which are not computed for them")
@@ -205,7 +203,7 @@ class Attention(nn.Module):
             raise UserError(f"window={window} without is_causal=True; give the band as attention_mask instead")
         if documents is not None and (mask is not None or key_padding_mask is not None or cache is not None):
             raise UserError("packed documents came with a mask or a cache; they say themselves what may be attended to")
-        if tokens is None and key_padding_mask is not None and context is None:
+        if key_padding_mask is not None and context is None:
             tokens = key_padding_mask[:, -queries:]
         if cache is not None:
             of_call = cache, self.layer_idx, queries

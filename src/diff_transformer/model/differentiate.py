@@ -253,7 +253,7 @@ def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
 
 @torch.no_grad()
 def double(model: PreTrainedModel, parts: Sequence[Parts]) -> None:
-    """Double the heads of ``parts`` as the entry of the configuration says, and choose our attention function."""
+    """Double the heads of ``parts`` as the entry of the configuration says, and choose differential attention."""
     config, entry, draw = model.config, getattr(model.config, ENTRY), torch.Generator("cpu").manual_seed(0)
     for part in parts:
         module = part.module

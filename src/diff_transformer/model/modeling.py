@@ -152,7 +152,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(DecoderLayer(config, i) for i in range(config.num_hidden_layers))
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.rotary_emb = RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (reads the fields that ours shares)
+        self.rotary_emb = RotaryEmbedding(config)  # ty: ignore[invalid-argument-type]  (the fields it reads are here too)
         self.gradient_checkpointing = False
         self.post_init()
 
