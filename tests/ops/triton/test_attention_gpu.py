@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from operator_cases import by, eager
 
 from diff_transformer.ops import backends, diff_attention, diff_attention_varlen
 from diff_transformer.ops.triton import operator
-from diff_transformer.testing import Inputs, assert_within_budget, eager_diff_attention, make_inputs, peak_memory
+from diff_transformer.testing import Inputs, assert_within_budget, make_inputs, peak_memory
 
 pytestmark = pytest.mark.gpu
 
@@ -76,15 +77,6 @@ def run(function, x, options):
     out = function(*x, **options)
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
     return out, *torch.autograd.grad(out, x, dout)
-
-
-def by(name):
-    return lambda *x, **options: diff_attention(*x, backend=name, **options)
-
-
-def eager(q1, q2, k1, k2, v, lam, **options):
-    lam = lam[None, :, None, None] if lam.dim() == 1 else lam
-    return eager_diff_attention(q1, q2, k1, k2, v, lam, **options)
 
 
 def compare(x, options):
