@@ -180,9 +180,9 @@ def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(m
 
     plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1}, limit=1)
     needle, outliers = run_suite(dataclasses.replace(plan, assignments=["outliers.length=64"]), tmp_path / "out")
-    assert needle.result is None
+    assert needle.record is None
     assert "99999" in needle.error
-    assert outliers.result.metrics["tokens"] == 64
+    assert outliers.record.rows.about("outliers")["tokens"] == 64
 
 
 def test_convert_llama_and_back(tmp_path):

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
 from diff_transformer.data.documents import Document
@@ -44,18 +45,20 @@ class Fake:
 
 def test_the_right_tokens_are_counted_by_depth_layer_and_head(filler):
     result = evaluate_allocation(Fake(), filler, Settings(length=300, samples=2, depths=(0.25, 0.75)))
-    metrics = result.metrics
-    assert metrics["answer_depth25"] == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
-    assert metrics["answer"] == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
-    assert metrics["noise_depth75"] == pytest.approx((0.1 + 0.1 + 0.3) / 3, abs=1e-6)
-    assert (metrics["answer_layer0"], metrics["answer_layer1"]) == pytest.approx((0.2, 0.4), abs=1e-6)
-    assert (metrics["noise_layer0"], metrics["noise_layer1"]) == pytest.approx((0.1, 0.2), abs=1e-6)
+    heads = {"experiment": "allocation_heads"}
+    assert mean(result, "answer", depth=0.25) == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
+    assert mean(result, "answer") == pytest.approx((0.2 + 0.2 + 0.6) / 3, abs=1e-6)
+    assert mean(result, "noise", depth=0.75) == pytest.approx((0.1 + 0.1 + 0.3) / 3, abs=1e-6)
+    for layer, (answer, noise) in enumerate(((0.2, 0.1), (0.4, 0.2))):
+        assert mean(result, "answer", layer=layer, **heads) == pytest.approx(answer, abs=1e-6)
+        assert mean(result, "noise", layer=layer, **heads) == pytest.approx(noise, abs=1e-6)
     # the second layer's mean: .7 on the answer, .35 on the noise, .45 elsewhere
-    assert metrics["answer_mean_map"] == pytest.approx((0.2 + 0.7 / 1.5) / 2, abs=1e-6)
-    assert metrics["noise_mean_map"] == pytest.approx((0.1 + 0.35 / 1.5) / 2, abs=1e-6)
-    assert metrics["best_head_answer"] == pytest.approx(0.6, abs=1e-6)
-    assert result.rows[0]["answer_heads"] == [[0.2], [0.2, 0.6]]
-    assert result.rows[3]["noise_heads"] == [[0.1], [0.1, 0.3]]
+    assert mean(result, "answer_mean_map") == pytest.approx((0.2 + 0.7 / 1.5) / 2, abs=1e-6)
+    assert mean(result, "noise_mean_map") == pytest.approx((0.1 + 0.35 / 1.5) / 2, abs=1e-6)
+    assert mean(result, "best_head_answer") == pytest.approx(0.6, abs=1e-6)
+    of_heads = [row for row in result.rows if row.get("experiment") == "allocation_heads"]
+    shares = [(row["answer"], row["noise"]) for row in of_heads if row["example"] == 3]
+    assert shares == [(0.2, 0.1), (0.2, 0.1), (0.6, 0.3)]
 
 
 def test_shares_by_hand():
@@ -83,7 +86,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
         evaluate_allocation(model, filler, Settings(**sizes), samples=Samples(tmp_path / "journal"))
     again = Fake()
     resumed = evaluate_allocation(again, filler, Settings(**sizes), samples=Samples(tmp_path / "journal", resume=True))
-    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert resumed.rows == whole.rows
     assert again.calls == 2
 
 
@@ -96,11 +99,10 @@ def test_the_command_runs_on_every_kind_of_model(kind, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     settings = settings_of("allocation", {"corpus": str(text), "length": 300, "samples": 1})
-    result = run_eval("allocation", make(kind), settings, tmp_path / "out.jsonl.gz")
-    assert len(result.rows) == 5
+    result = measured("allocation", make(kind), settings, tmp_path / "out.jsonl.gz")
     heads = 2 if kind == "diff" else 4
-    assert [len(layer) for layer in result.rows[0]["answer_heads"]] == [heads, heads]
-    assert 0 < result.metrics["answer"] < 1
+    assert [row["experiment"] for row in result.rows] == ["allocation"] * 5 + ["allocation_heads"] * 5 * 2 * heads
+    assert 0 < mean(result, "answer") < 1
     with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions"):
         run_eval("allocation", make(kind), settings_of("allocation", {"length": 513}), tmp_path / "no.jsonl.gz")
 

@@ -5,6 +5,7 @@ import base64
 import numpy as np
 import pytest
 import torch
+from numbers_of import mean
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.types import MultipleChoiceItem
@@ -78,14 +79,16 @@ def test_the_last_row_of_attention(kind, monkeypatch):
 def test_outliers_and_gradients(kind):
     model, ids = make(kind), tokens()
     lm = CausalLM(model, byte_tokenizer(), kind)
-    largest = evaluate_outliers(lm, ids).metrics
-    assert largest["logits_top1"] >= largest["logits_top2"] > 0
-    flow = evaluate_gradient_flow(lm, ids, gradient_flow.Settings()).metrics
-    assert flow["model_q"] > 0
-    assert flow["init_ratio_v"] > 0
+    top = {"experiment": "outliers_top", "kind": "logits", "layer": -1}
+    largest = evaluate_outliers(lm, ids)
+    assert mean(largest, "value", k=1, **top) >= mean(largest, "value", k=2, **top) > 0
+    flow = evaluate_gradient_flow(lm, ids, gradient_flow.Settings())
+    assert mean(flow, "rms", state="model", part="q") > 0
+    assert mean(flow, "rms", state="init_diff", part="v") > 0
+    parts = {row["part"] for row in flow.rows if row["state"] == "model"}
     one_map = ("softmax", "softmax_norm", "gated")
-    assert ("model_lambda" in flow) == (kind not in ("softmax", "softmax_norm", "fixed_lambda"))
-    assert ("model_k2" in flow) == (kind not in (*one_map, "diff_v2", "diff_v3"))
+    assert ("lambda" in parts) == (kind not in ("softmax", "softmax_norm", "fixed_lambda"))
+    assert ("k2" in parts) == (kind not in (*one_map, "diff_v2", "diff_v3"))
 
 
 def test_which_heads_make_which_map():
@@ -101,9 +104,9 @@ def test_quantised_logits_and_likelihoods(kind):
     """Contexts are read once; their cache is copied for the endings."""
     lm = CausalLM(make(kind), byte_tokenizer(), kind)
     tasks = [MultipleChoiceItem("The cat sat on", (" the mat.", " a dog", " blue"), 0)] * 2
-    metrics = evaluate_quantization(lm, tasks, tokens(2, 40) % 256, quantization.Settings(bits=(16, 4))).metrics
+    result = evaluate_quantization(lm, tasks, tokens(2, 40) % 256, quantization.Settings(bits=(16, 4)))
     plain = lm.token_losses(tokens(2, 40) % 256).mean().item()
-    assert metrics["loss_16bit"] == pytest.approx(plain, abs=2e-3)
+    assert mean(result, "loss", bits=16) == pytest.approx(plain, abs=2e-3)
     prompt, endings = [1, 2, 3, 4, 5, 6, 7], [[8, 9], [10, 11, 12]]
     found = continuation_logprobs(lm, [prompt], [endings])[0]
     for ending, value in zip(endings, found, strict=True):

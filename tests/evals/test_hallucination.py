@@ -2,9 +2,9 @@
 
 import ast
 import json
-import math
 
 import pytest
+from numbers_of import mean, measured
 from tiny_models import bos_tokenizer, tiny_lm, tiny_model
 from transformers import (
     ByT5Tokenizer,
@@ -14,7 +14,7 @@ from diff_transformer.data.tasks.python_tasks import documented, documented_in, 
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
-from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, summarise, trimmed
+from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, trimmed
 from diff_transformer.evals.judges import NO, ContainmentJudge, Judgement
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
@@ -56,12 +56,12 @@ def copies(prompt):
 
 def test_copying_scores_one_and_inventing_zero():
     true = evaluate_hallucination(Writer(copies), SETS, ContainmentJudge())
-    assert true.metrics["towers"] == true.metrics["ferries"] == true.metrics["mean"] == 1.0
+    assert mean(true, set="towers") == mean(true, set="ferries") == 1.0
     assert true.rows[0]["got"] == "10"
     assert true.rows[-1]["got"] == "On day 3 the ferry sank near the island."
     assert (true.rows[0]["expected"], true.rows[0]["verdict"], true.rows[0]["score"]) == ("10", "yes", 1.0)
     false = evaluate_hallucination(Writer(lambda prompt: "77 volcanoes"), SETS, ContainmentJudge())
-    assert false.metrics["towers"] == false.metrics["ferries"] == 0.0
+    assert mean(false) == 0.0
     json.dumps(true.rows)
 
 
@@ -71,22 +71,7 @@ def test_silence_is_wrong_and_no_judge_is_asked():
             raise AssertionError("asked")
 
     result = evaluate_hallucination(Writer(lambda prompt: " \n\n"), SETS, Never())
-    assert result.metrics["towers"] == result.metrics["ferries"] == 0.0
-    assert result.metrics["towers_empty"] == 1.0
-
-
-def test_metrics_by_hand():
-    def row(score, verdict, got="x", truncated=False):
-        return {"set": "s", "score": score, "verdict": verdict, "got": got, "truncated": truncated}
-
-    rows = [row(1.0, "yes"), row(0.0, "no", got=""), row(None, "undecided"), row(1.0, "yes", truncated=True)]
-    assert summarise(rows) == {
-        "s": 2 / 3, "s_stderr": pytest.approx(math.sqrt(2 / 9 / 2)), "s_undecided": 0.25, "s_empty": 0.25,
-        "s_truncated": 0.25,
-        "mean": 2 / 3,
-    }  # fmt: skip
-    unsure = summarise([row(None, "undecided")])
-    assert unsure == {"s_undecided": 1.0, "s_empty": 0.0, "s_truncated": 0.0}
+    assert {(row["score"], row["got"]) for row in result.rows} == {(0.0, "")}
 
 
 def test_the_output_ends_where_a_base_model_starts_anew():
@@ -130,7 +115,7 @@ def test_long_texts_are_cut_to_the_positions_and_the_judge_sees_the_same(tiny, m
     judge = Recorder()
     result = evaluate_hallucination(tiny, {"s": [long, short]}, judge, Settings(summary_tokens=40))
     cut, whole = result.rows
-    assert (cut["truncated"], whole["truncated"], result.metrics["s_truncated"]) == (True, False, 0.5)
+    assert (cut["truncated"], whole["truncated"]) == (True, False)
     assert 256 - 40 - 1 <= len(cut["prompt"].encode()) <= 256 - 40
     assert cut["document_tokens"] == 600
     assert cut["document_tokens_kept"] == len(judge.documents[0].encode()) < 216
@@ -198,7 +183,7 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):
         evaluate_hallucination(Writer(copies), SETS, Breaks(), samples=Samples(journal))
     writer = Writer(copies)
     resumed = evaluate_hallucination(writer, SETS, Breaks(), samples=Samples(journal, resume=True))
-    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert resumed.rows == whole.rows
     assert calls[3:6] == ["q13", "q13", "q14"]  # the one it stopped at is judged again, those before are not
     assert not [prompt for prompt in writer.prompts if "Question" in prompt]
 
@@ -284,10 +269,10 @@ def test_questions_from_python_hold_their_answers_and_only_one_is_right():
 
 def test_the_command_on_the_offline_default(tiny, tmp_path):
     settings = settings_of("hallucination", {"samples": 2}, ["answer_tokens=6", "summary_tokens=6"], quick=True)
-    result = run_eval("hallucination", tiny, settings, tmp_path / "out.jsonl.gz")
+    result = measured("hallucination", tiny, settings, tmp_path / "out.jsonl.gz")
     assert [row["set"] for row in result.rows] == ["python_summaries"] * 2 + ["python_lookups"] * 2
-    assert result.provenance["judge"] == "containment"
-    assert result.provenance["length"] == 256
+    assert result.about["judge"] == "containment"
+    assert result.about["length"] == 256
 
 
 def test_the_command_with_an_endpoint_needs_a_key(tiny, tmp_path, monkeypatch):

@@ -1,17 +1,17 @@
 """lm-evaluation-harness on models of known taste, on tiny models of every family, and on the paper's seven tasks."""
 
 import json
-import math
 from dataclasses import asdict
 from functools import partial
 
 import pytest
+from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.errors import UserError
 from diff_transformer.evals import harness
-from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, local_task, local_tasks, summarise
+from diff_transformer.evals.harness import PAPER_TASKS, Settings, evaluate_harness, local_task, local_tasks
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
@@ -66,10 +66,9 @@ def knowing(items=ITEMS, right=0.0, wrong=-50.0):
 
 def test_a_model_that_knows_scores_one_and_its_opposite_zero():
     right = evaluate_harness(knowing(), TASKS)
-    assert right.metrics["sums_0shot"] == right.metrics["mean_0shot"] == 1.0
-    assert right.metrics["sums_0shot_stderr"] == right.metrics["sums_0shot_truncated"] == 0.0
+    assert (mean(right), mean(right, "truncated")) == (1.0, 0.0)
     wrong = evaluate_harness(knowing(right=-500.0, wrong=0.0), TASKS)
-    assert wrong.metrics["sums_0shot"] == 0.0
+    assert mean(wrong) == 0.0
     for row, item in zip(right.rows, ITEMS, strict=False):
         assert row["prompt"] == f"Question: {item.question}\nAnswer:"
         assert row["expected"] == row["got"] == item.choices[item.answer]
@@ -85,8 +84,8 @@ def test_length_counts_in_acc_norm_alone():
     by_norm = evaluate_harness(taste, TASKS, Settings(metric="acc_norm"))
     shortest = [min(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
     longest = [max(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
-    assert by_acc.metrics["sums_0shot"] == by_norm.metrics["sums_0shot_acc"] == sum(shortest) / 8
-    assert by_norm.metrics["sums_0shot"] == by_acc.metrics["sums_0shot_acc_norm"] == sum(longest) / 8
+    assert mean(by_acc) == mean(by_norm, "acc") == sum(shortest) / 8
+    assert mean(by_norm) == mean(by_acc, "acc_norm") == sum(longest) / 8
     assert [row["score"] for row in by_norm.rows] == [float(x) for x in longest]
     for result in (by_acc, by_norm):
         assert all((row["got"] == row["expected"]) == (row["score"] == 1.0) for row in result.rows)
@@ -96,28 +95,16 @@ def test_the_paper_takes_acc_norm_for_hellaswag_alone():
     taste = Taste(lambda context, continuation: -len(continuation))
     of_hellaswag = partial(local_task, "hellaswag_small", {"test": [asdict(item) for item in ITEMS[:8]]})
     both = {"sums": TASKS["sums"], "hellaswag_small": of_hellaswag}
-    metrics = evaluate_harness(taste, both).metrics
-    assert metrics["sums_0shot"] == metrics["sums_0shot_acc"] != metrics["sums_0shot_acc_norm"]
-    assert metrics["hellaswag_small_0shot"] == metrics["hellaswag_small_0shot_acc_norm"]
-    assert metrics["mean_0shot"] == (metrics["sums_0shot"] + metrics["hellaswag_small_0shot"]) / 2
-
-
-def test_metrics_by_hand():
-    rows = [
-        {"task": "t", "score": s, "acc": s, "truncated": c}
-        for s, c in ((1.0, True), (0.0, False), (1.0, False), (1.0, False))
-    ]
-    metrics = summarise(rows, 5)
-    assert metrics == {
-        "t_5shot": 0.75, "t_5shot_acc": 0.75, "t_5shot_truncated": 0.25, "mean_5shot": 0.75,
-        "t_5shot_stderr": pytest.approx(math.sqrt((3 * 0.0625 + 0.5625) / 3 / 4)),
-    }  # fmt: skip
+    result = evaluate_harness(taste, both)
+    assert mean(result, task="sums") == mean(result, "acc", task="sums") != mean(result, "acc_norm", task="sums")
+    of = {"task": "hellaswag_small"}
+    assert mean(result, **of) == mean(result, "acc_norm", **of)
 
 
 def test_examples_come_before_the_question_and_never_are_the_question():
     taste = knowing()
     result = evaluate_harness(taste, TASKS, Settings(shots=2))
-    assert result.metrics["sums_2shot"] == 1.0
+    assert mean(result) == 1.0
     shown = [item.question for item in ITEMS[8:]]
     for row, item in zip(result.rows, ITEMS, strict=False):
         blocks = row["prompt"].split("\n\n")
@@ -170,7 +157,7 @@ def test_an_interrupted_run_goes_on_with_the_next_task(tmp_path):
         evaluate_harness(broken, tasks, Settings(shots=1), samples=Samples(journal))
     resumed = evaluate_harness(taste, tasks, Settings(shots=1), samples=Samples(journal, resume=True))
     assert {context for context, _ in taste.seen} <= {row["prompt"] for row in whole.rows if row["task"] == "second"}
-    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert resumed.rows == whole.rows
 
 
 def test_limit_and_items_take_the_first_ones():
@@ -201,7 +188,6 @@ def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_se
     fits, over = (MultipleChoiceItem("x" * length, ("one", "two"), 0) for length in (room, room + 1))
     result = evaluate_harness(lm, {"long": task_of([long, fits, over, ITEMS[0]])})
     assert [row["truncated"] for row in result.rows] == [True, False, True, False]
-    assert result.metrics["long_0shot_truncated"] == 0.5
     seen = list(result.rows[0]["prompt"].encode())[-(128 + 1 - len(" one")) :]
     expected = continuation_logprobs(lm, [seen], [[list(b" one"), list(b" two")]])[0]
     assert result.rows[0]["logprobs"] == pytest.approx(expected, abs=2e-4)
@@ -213,13 +199,11 @@ def test_an_item_with_a_choice_that_the_model_cannot_read_is_skipped_and_counted
     lm = tiny_lm("gpt2", vocab_size=258)
     items = [ITEMS[0], MultipleChoiceItem("q", ("y" * 200, "z"), 0), ITEMS[1]]
     result = evaluate_harness(lm, {"long": task_of(items)})
-    assert result.metrics["long_0shot_skipped"] == 1
     skipped = result.rows[1]
     assert skipped["skipped"] == "row 1 of long: a choice has 201 tokens, more than the 128 positions of gpt2"
     assert skipped["score"] is None
     without = evaluate_harness(lm, {"long": task_of([ITEMS[0], ITEMS[1]])})
-    assert "long_0shot_skipped" not in without.metrics
-    assert {k: v for k, v in result.metrics.items() if k != "long_0shot_skipped"} == without.metrics
+    assert [row for row in result.rows if "skipped" not in row] == without.rows
 
 
 HUB_ROWS = {
@@ -262,16 +246,12 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
     lm = tiny_lm("llama", vocab_size=258)
     tasks = {name: (lambda name=name: harness.harness_task(name)) for name in PAPER_TASKS}
     result = evaluate_harness(lm, tasks, Settings(shots=shots, samples=2))
-    assert [name for name in PAPER_TASKS if f"{name}_{shots}shot" in result.metrics] == list(PAPER_TASKS)
+    assert [*dict.fromkeys(row["task"] for row in result.rows)] == list(PAPER_TASKS)
     for row in result.rows:
         assert row["expected"] == GOLD[row["task"]]
         assert row["score"] == row["acc_norm" if row["task"] == "hellaswag" else "acc"]
         assert (row["got"] == row["expected"]) == (row["score"] == 1.0)
-    assert (
-        (result.metrics["arc_easy_5shot_truncated"] == 1.0)
-        if shots
-        else (result.metrics["piqa_0shot_truncated"] == 0.0)
-    )
+    assert mean(result, "truncated", task="arc_easy" if shots else "piqa") == bool(shots)
 
 
 def published(name: str, row: dict) -> dict:
@@ -309,7 +289,7 @@ def test_published_rows_in_files_are_asked_as_the_harness_asks_them(monkeypatch,
     tasks = {name: local_tasks(str(tmp_path / f"{name}.jsonl"))[name] for name in rows}
     result = evaluate_harness(ours, tasks)
     assert ours.seen == theirs.seen
-    assert result.metrics == expected.metrics
+    assert [row["score"] for row in result.rows] == [row["score"] for row in expected.rows]
 
 
 def test_a_folder_is_one_set_and_parts_without_answers_are_not_scored(tmp_path):
@@ -378,13 +358,13 @@ def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
     write(data / "Mini-Test.jsonl", *questions[:2])
     write(data / "Mini-Train.jsonl", questions[2])
     lm = tiny_lm("diff", vocab_size=258, batch_size=8)
-    result = run_eval(
+    result = measured(
         "harness", lm, settings_of("harness", {"data": str(data)}, ["shots=1"]), tmp_path / "out.jsonl.gz"
     )
-    assert result.metrics["Mini_1shot_acc"] in (0.0, 0.5, 1.0)
+    assert mean(result, "acc") in (0.0, 0.5, 1.0)
     assert result.rows[0]["prompt"] == "Question: 2?\nAnswer: no\n\nQuestion: 0?\nAnswer:"
     quick = settings_of("harness", {"samples": 3}, quick=True)
-    result = run_eval("harness", lm, quick, tmp_path / "quick.jsonl.gz")
+    result = measured("harness", lm, quick, tmp_path / "quick.jsonl.gz")
     assert len(result.rows) == 6
     assert {row["task"] for row in result.rows} == {"python_descriptions", "python_names"}
     assert all(row["expected"] in row["choices"] for row in result.rows)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from numbers_of import measured
 from tiny_models import GLM, bos_tokenizer, tiny_lm, tiny_model
 from transformers import (
     GPT2Config,
@@ -12,7 +13,7 @@ from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.attention_tap import changed_logits, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.lab.evaluate import run_eval, settings_of
+from diff_transformer.lab.evaluate import settings_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", "diff", "softmax")
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
@@ -310,7 +311,7 @@ def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts
     ):  # fmt: skip
         read.clear()
         settings = settings_of(name, wanted, more, quick=True, lenient=True)
-        result = run_eval(name, lm, settings, tmp_path / f"{name}.jsonl.gz", limit=3)
+        result = measured(name, lm, settings, tmp_path / f"{name}.jsonl.gz", limit=3)
         assert result.rows
         starts = [ids for ids in read if ids.shape[1] > len(before) + 8]
         assert starts
@@ -319,7 +320,7 @@ def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts
                 place = next(i for i, token in enumerate(row) if token != 257 or row[i : i + len(before)] == before)
                 assert row[place : place + len(before)] == before, name
         if name in ("outliers", "associative_recall", "quantization", "long_nll"):
-            assert result.provenance["leading_tokens"] == before
+            assert result.about["leading_tokens"] == before
 
 
 def test_tokens_in_front_have_no_loss(tmp_path):
@@ -327,15 +328,15 @@ def test_tokens_in_front_have_no_loss(tmp_path):
     text.write_text("".join(f"Word {i} stands in a row of words. " for i in range(400)))
     lm = tiny_lm("llama", tokenizer=bos_tokenizer(GLM), std=0.5, positions=200)
     settings = settings_of("associative_recall", {"corpus": str(text), "length": 60, "samples": 2}, [], lenient=True)
-    result = run_eval("associative_recall", lm, settings, tmp_path / "recall.jsonl.gz")
+    result = measured("associative_recall", lm, settings, tmp_path / "recall.jsonl.gz")
     assert [row["ar_hit_count"] + row["others_count"] for row in result.rows] == [58, 58]
     settings = settings_of("long_nll", {"corpus": str(text), "length": 64, "split": "all", "samples": 1}, [])
-    result = run_eval("long_nll", lm, settings, tmp_path / "nll.jsonl.gz")
+    result = measured("long_nll", lm, settings, tmp_path / "nll.jsonl.gz")
     (_, (document, *_)) = next(documents_of(str(text), "all"))
     ids = torch.tensor([[*lm.prefix, *document.text.encode()[:64]]])
     losses = lm.token_losses(ids)[0, 1:]
-    assert result.metrics["nll64"] == pytest.approx(losses.mean().item(), rel=1e-5)
-    assert result.metrics["nll1"] == pytest.approx(losses[0].item(), rel=1e-5)
+    assert sum(row["sum"] for row in result.rows) / 64 == pytest.approx(losses.mean().item(), rel=1e-5)
+    assert result.rows[0]["sum"] == pytest.approx(losses[0].item(), rel=1e-5)
 
 
 def test_losses_are_computed_in_pieces_and_are_the_same(monkeypatch):

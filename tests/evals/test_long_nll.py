@@ -1,8 +1,8 @@
 """Negative log-likelihood by position: hand-worked bins, one forward pass as the judge, books by themselves."""
 
-import numpy as np
 import pytest
 import torch
+from numbers_of import measured
 from tiny_models import tiny_lm
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -11,10 +11,11 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import long_nll
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.long_nll import Settings, bin_edges, binned, cumulative, evaluate_long_nll
+from diff_transformer.evals.long_nll import Settings, bin_edges, binned, evaluate_long_nll
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.evaluate import run_eval, settings_of
-from diff_transformer.lab.rows import read_file
+from diff_transformer.lab.evaluate import settings_of
+from diff_transformer.lab.quantities import Quantity, loss_up_to
+from diff_transformer.lab.rows import Rows, read_file, rows_of
 from diff_transformer.model.presets import preset
 
 BOOKS = [
@@ -43,15 +44,11 @@ def test_bins_hold_every_position_once():
     assert parts == {"sums": [1.0, 2.0, 7.0, 45.0], "counts": [1, 1, 2, 6]}
 
 
-def test_cumulative_means_by_hand():
-    rows = [{"sums": [4.0, 2.0, 6.0], "counts": [1, 1, 2]}, {"sums": [2.0, 2.0, 0.0], "counts": [1, 1, 2]}]
-    np.testing.assert_allclose(cumulative(rows), [[4.0, 3.0, 3.0], [2.0, 2.0, 1.0]])
-
-
 def test_metrics_are_the_means_of_one_forward_pass():
     lm = make_lm()
     result = evaluate_long_nll(lm, BOOKS, Settings(length=150, chunk=32))
-    assert [row["book"] for row in result.rows] == ["first", "second", "third"]
+    by_book = books_of(result)
+    assert [*by_book] == ["first", "second", "third"]
     losses = []
     for book in (BOOKS[0], BOOKS[2], BOOKS[3]):
         ids = torch.tensor([list(book.text.encode())[:151]])
@@ -59,28 +56,34 @@ def test_metrics_are_the_means_of_one_forward_pass():
             logits = lm.model(ids, use_cache=False).logits[0, :-1]
         losses.append(torch.nn.functional.cross_entropy(logits, ids[0, 1:], reduction="none"))
     expected = torch.stack(losses).double()
-    assert set(result.metrics) == {f"nll{n}" for n in (1, 2, 4, 8, 16, 32, 64, 128, 150)} | {"books"}
+    rows = Rows(rows_of("long_nll", result.rows, {}, "m"))
     for n in (1, 2, 16, 128, 150):
-        assert result.metrics[f"nll{n}"] == pytest.approx(expected[:, :n].mean().item(), abs=1e-5)
-    assert result.metrics["books"] == 3
-    assert result.rows[1]["tokens"] == len(BOOKS[2].text)
-    assert sum(result.rows[0]["counts"]) == 150
-    assert len(result.rows[0]["sums"]) == len(result.provenance["edges"]) - 1
+        (found,) = Quantity("x", "x", "", "", "long_nll", ("loss",), of=loss_up_to(n)).values(rows, "m").values()
+        assert found == pytest.approx(expected[:, :n].mean().item(), abs=1e-5)
+    assert result.about["books"] == 3
+    assert sum(row["count"] for row in by_book["first"]) == 150
+
+
+def books_of(result):
+    by_book = {}
+    for row in result.rows:
+        by_book.setdefault(row["example"], []).append(row)
+    return by_book
 
 
 def test_a_book_is_read_by_itself():
     lm = make_lm()
     together = evaluate_long_nll(lm, BOOKS, Settings(length=100))
     for index, book in enumerate((BOOKS[0], BOOKS[2], BOOKS[3])):
-        assert evaluate_long_nll(lm, [book], Settings(length=100)).rows[0]["sums"] == together.rows[index]["sums"]
-    assert evaluate_long_nll(lm, BOOKS, Settings(length=100, samples=2)).metrics["books"] == 2
+        assert evaluate_long_nll(lm, [book], Settings(length=100)).rows == [*books_of(together).values()][index]
+    assert len(books_of(evaluate_long_nll(lm, BOOKS, Settings(length=100, samples=2)))) == 2
 
 
 def test_a_book_needs_one_token_more_than_positions():
     books = [Document("just short", "x" * 20), Document("just enough", "y" * 21)]
     result = evaluate_long_nll(make_lm(), books, Settings(length=20))
-    assert [row["book"] for row in result.rows] == ["just enough"]
-    assert sum(result.rows[0]["counts"]) == 20
+    assert [*books_of(result)] == ["just enough"]
+    assert sum(row["count"] for row in result.rows) == 20
 
 
 def test_any_model_and_a_beginning_of_text_token():
@@ -95,14 +98,14 @@ def test_any_model_and_a_beginning_of_text_token():
     lm = CausalLM(LlamaForCausalLM(config), tokenizer, "llama")
     result = evaluate_long_nll(lm, BOOKS[:1], Settings(length=8))
     ids = torch.tensor([[256, *BOOKS[0].text.encode()[:8]]])
-    assert result.metrics["nll8"] == pytest.approx(lm.token_losses(ids).mean().item(), abs=1e-5)
+    assert sum(row["sum"] for row in result.rows) / 8 == pytest.approx(lm.token_losses(ids).mean().item(), abs=1e-5)
 
 
 def test_positions_are_a_limit_unless_told():
     lm = make_lm()
     with pytest.raises(ValueError, match=r"length 220 is more than the 200 positions of tiny .*allow_beyond"):
         evaluate_long_nll(lm, BOOKS, Settings(length=220))
-    assert "nll220" in evaluate_long_nll(lm, BOOKS, Settings(length=220, allow_beyond=True)).metrics
+    assert evaluate_long_nll(lm, BOOKS, Settings(length=220, allow_beyond=True)).rows[-1]["end"] == 220
 
 
 @pytest.mark.parametrize(
@@ -113,9 +116,9 @@ def test_all_books_are_read_by_a_model_that_was_not_trained_on_them(family, spli
     for i in range(20):
         (tmp_path / f"{i}.txt").write_text(f"Book {i} tells of the weather, day by day. " * 5)
     settings = settings_of("long_nll", {"corpus": str(tmp_path), "length": 100, "split": split})
-    result = run_eval("long_nll", tiny_lm(family), settings, tmp_path / "out.jsonl.gz")
-    assert (len(result.rows), result.provenance["documents"]) == (books, books)
-    assert result.provenance["side"] == ("all" if books == 20 else "validation")
+    result = measured("long_nll", tiny_lm(family), settings, tmp_path / "out.jsonl.gz")
+    assert (len(books_of(result)), result.about["documents"]) == (books, books)
+    assert result.about["part"] == ("all" if books == 20 else "validation")
 
 
 def test_texts_that_are_too_short_are_named():
@@ -143,7 +146,6 @@ def test_an_interrupted_run_goes_on_book_by_book(tmp_path):
     )
     assert len(read) == 1  # the third book alone
     assert resumed.rows == whole.rows
-    assert resumed.metrics == whole.metrics
 
 
 def test_the_command(tmp_path):
@@ -152,8 +154,8 @@ def test_the_command(tmp_path):
         (tmp_path / "books" / f"{book.name}.txt").write_text(book.text)
     options = {"corpus": str(tmp_path / "books"), "samples": 1}
     settings = settings_of("long_nll", options, ["length=40", "allow_beyond=true"])
-    result = run_eval("long_nll", make_lm(), settings, tmp_path / "r.jsonl.gz", limit=5)
+    result = measured("long_nll", make_lm(), settings, tmp_path / "r.jsonl.gz", limit=5)
     assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "long_nll"
-    assert result.provenance["allow_beyond"] is True
+    assert result.about["allow_beyond"] is True
     assert settings_of("long_nll", {}).length == 65536
     assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
@@ -13,8 +14,9 @@ from diff_transformer.evals import many_shot
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.evaluate import run_eval, settings_of
-from diff_transformer.lab.rows import read_file
+from diff_transformer.lab.evaluate import settings_of
+from diff_transformer.lab.quantities import QUANTITIES
+from diff_transformer.lab.rows import Rows, read_file, rows_of
 
 LABELS = ("river", "city", "mountain")
 TRAIN = tuple(Labelled(f"train {i}: say", LABELS[i % 3]) for i in range(30))
@@ -88,10 +90,8 @@ def test_a_model_that_knows_scores_one():
     result = evaluate_many_shot(
         Reader(lambda prompt: GOLD.get(asked(prompt))), DATA, Settings(shots=(1, 6), order_seeds=2)
     )
-    metrics = result.metrics
-    assert metrics["shots1"] == metrics["shots6"] == metrics["random_worst"] == metrics["alternate_worst"] == 1.0
-    assert metrics["random_margin"] == metrics["ties"] == 0.0
-    assert metrics["chance"] == pytest.approx(1 / 3)
+    assert {(row["score"], row["tied"]) for row in result.rows} == {(1.0, 1)}
+    assert result.about["chance"] == pytest.approx(1 / 3)
     assert len(result.rows) == 12 * (1 + 2 * 2)
     row = result.rows[0]
     assert row["expected"] == row["got"] == GOLD[row["prompt"].removeprefix("Question: ").removesuffix("\nType:")]
@@ -102,7 +102,7 @@ def test_a_model_that_is_wrong_scores_zero():
     result = evaluate_many_shot(
         Reader(lambda prompt: wrong.get(GOLD.get(asked(prompt)))), DATA, Settings(shots=(3,), order_seeds=1)
     )
-    assert result.metrics["shots3"] == result.metrics["random_best"] == 0.0
+    assert mean(result) == 0.0
     assert all(row["tied"] == 1 for row in result.rows)
 
 
@@ -113,27 +113,26 @@ def test_ties_are_shared():
         Reader(lambda prompt: None), short, Settings(shots=(2,), order_seeds=1, orders=("random",))
     )
     assert {(row["tied"], row["got"]) for row in result.rows} == {(3, "city")}  # the first of them, sorted
-    assert result.metrics["shots2"] == result.metrics["chance"] == pytest.approx(1 / 3)
-    assert result.metrics["ties"] == 1.0
+    assert mean(result) == pytest.approx(1 / 3)
 
 
 def test_labels_of_other_lengths_are_not_preferred_for_being_short():
     sides = (Labelled("a", "sea"), Labelled("b", "sea side")), (Labelled("c", "sea side"),)
     both = LabelledSet("prefix", *sides, "Question", "Type")
     result = evaluate_many_shot(Reader(lambda prompt: "sea side"), both, Settings(shots=(1,), order_seeds=1))
-    assert result.metrics["shots1"] == 1.0  # "sea" is the beginning of it, but a line end does not follow
+    assert mean(result, shots=1) == 1.0  # "sea" is the beginning of it, but a line end does not follow
 
 
 def test_a_model_that_repeats_the_last_label_depends_on_the_order():
     lm = Reader(lambda prompt: (shown(prompt) or [("", None)])[-1][1])
     result = evaluate_many_shot(lm, DATA, Settings(shots=(6,), order_seeds=8, orders=("random",)))
     shares = {label: float(np.mean([gold == label for gold in GOLD.values()])) for label in LABELS}
-    by_seed = [result.metrics[f"random_seed{i}"] for i in range(8)]
+    by_seed = [mean(result, order="random", order_seed=i) for i in range(8)]
     assert set(by_seed) <= set(shares.values())
     assert len(set(by_seed)) > 1
-    assert result.metrics["random_margin"] == pytest.approx(max(by_seed) - min(by_seed))
-    assert result.metrics["random_mean"] == pytest.approx(np.mean(by_seed))
-    assert result.metrics["shots6"] == pytest.approx(np.mean(by_seed))
+    rows = Rows(rows_of("many_shot", result.rows, {}, "m"))
+    assert QUANTITIES["order_random"].values(rows, "m") == {0: pytest.approx(max(by_seed) - min(by_seed))}
+    assert QUANTITIES["many_shot"].values(rows, "m") == {0: pytest.approx(np.mean(by_seed))}
 
 
 def test_what_is_shown():
@@ -176,7 +175,7 @@ def test_rows_keep_the_label_scores_and_the_text_of_the_examples():
     """The result alone is enough to rebuild a prompt and to score every label."""
     lm = small("llama")
     result = evaluate_many_shot(lm, DATA, Settings(shots=(3,), samples=4, order_seeds=2))
-    labels = result.provenance["labels"]
+    labels = result.about["labels"]
     texts = {}
     for row in result.rows:
         texts.setdefault((row["order"], row["order_seed"]), row.get("examples"))
@@ -211,8 +210,8 @@ def test_without_sizes_the_prompts_double_up_to_the_positions():
     lm = Reader(lambda prompt: "city")
     lm.positions = 600
     result = evaluate_many_shot(lm, DATA, Settings(samples=2, order_seeds=1))
-    tokens = [result.metrics[f"tokens{k}"] for k in result.provenance["shots"]]
-    assert result.provenance["shots"][0] == 1
+    tokens = [mean(result, "tokens", shots=k) for k in result.about["shots"]]
+    assert result.about["shots"][0] == 1
     assert len(tokens) == 4
     assert all(low < t <= high for t, low, high in zip(tokens[1:], (200, 450, 540), (256, 512, 600), strict=True))
 
@@ -235,7 +234,6 @@ def test_the_answer_is_the_likeliest_whole_sequence(family):
             scores.append(-losses[len(prompt) - 1 :].sum().item())
         assert row["got"] == DATA.labels[int(np.argmax(scores))]
     assert len({row["got"] for row in result.rows}) >= 1
-    assert result.provenance["class"] == type(lm.model).__name__
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
@@ -251,7 +249,7 @@ def test_an_interrupted_run_goes_on(tmp_path):
         evaluate_many_shot(Reader(answer), DATA, Settings(**sizes), samples=Samples(tmp_path / "j", bar=stop))
     lm = Reader(answer)
     resumed = evaluate_many_shot(lm, DATA, Settings(**sizes), samples=Samples(tmp_path / "j", resume=True))
-    assert (resumed.rows, resumed.metrics) == (whole.rows, whole.metrics)
+    assert resumed.rows == whole.rows
     assert len([tokens for _, tokens in lm.read if tokens > 100]) == 2  # two orders were left to read
 
 
@@ -262,9 +260,9 @@ def test_the_command(tmp_path):
         (tmp_path / "trec" / f"{side}.csv").write_text("text,label\n" + rows)
     options = {"data": str(tmp_path / "trec"), "samples": 8}
     settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2"])
-    result = run_eval("many_shot", small("diff"), settings, tmp_path / "r.jsonl.gz", limit=3)
+    result = measured("many_shot", small("diff"), settings, tmp_path / "r.jsonl.gz", limit=3)
     assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "many_shot"
-    assert result.provenance["labels"] == ["city", "individual"]
+    assert result.about["labels"] == ["city", "individual"]
     assert len(result.rows) == 3 * 5
     assert settings_of("many_shot", {}, quick=True).samples == many_shot.QUICK["samples"]
 

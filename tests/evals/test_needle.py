@@ -5,13 +5,14 @@ import re
 
 import pytest
 import torch
+from numbers_of import mean, measured
 from tiny_models import bos_tokenizer, chat_tokenizer, tiny_lm
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.needle import Asking, Settings, check_needle_fits, evaluate_needle, needle_metrics
+from diff_transformer.evals.needle import Asking, Settings, check_needle_fits, evaluate_needle
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.report import write_report
@@ -49,50 +50,34 @@ def read_out(prompt):
 
 def test_a_model_that_finds_everything_scores_one(filler):
     result = evaluate_needle(Finder(read_out), filler, Settings(**SIZES))
-    assert result.metrics["n1_r1"] == result.metrics["n3_r2"] == result.metrics["all_n3_r2"] == 1.0
-    assert result.metrics["n3_r2_depth0"] == result.metrics["n3_r2_depth100"] == 1.0
-    assert len(result.rows) == 12
-    assert not [name for name in result.metrics if "len" in name]
+    assert [row["score"] for row in result.rows] == [1.0] * 12
 
 
 def test_a_model_that_finds_nothing_scores_zero(filler):
     result = evaluate_needle(Finder(lambda prompt: " I cannot say."), filler, Settings(**SIZES))
-    assert {value for name, value in result.metrics.items() if name != "chance"} == {0.0}
+    assert {row["score"] for row in result.rows} == {0.0}
 
 
 def test_half_an_answer_is_half_a_point_and_told_apart(filler):
     result = evaluate_needle(Finder(lambda prompt: read_out(prompt).split(",")[0]), filler, Settings(**SIZES))
-    assert result.metrics["n1_r1"] == 1.0
-    assert result.metrics["n3_r2"] == 0.5
-    assert result.metrics["partial_n3_r2"] == 1.0
-    assert result.metrics["all_n3_r2"] == 0.0
+    assert {(row["n"], row["score"]) for row in result.rows} == {(1, 1.0), (3, 0.5)}
 
 
 def test_a_number_counts_only_if_it_is_exact(filler):
     for wrong in (lambda n: n + "0", lambda n: n[:-1], lambda n: n[::-1] if n != n[::-1] else "00"):
         model = Finder(lambda prompt, wrong=wrong: f" {wrong(read_out(prompt).split(',')[0].strip(' .')[:2])}.")
-        assert evaluate_needle(model, filler, Settings(**{**SIZES, "cells": ((1, 1),)})).metrics["n1_r1"] == 0.0
+        assert mean(evaluate_needle(model, filler, Settings(**{**SIZES, "cells": ((1, 1),)}))) == 0.0
 
 
 def test_a_model_that_reads_only_the_end_is_seen_in_the_depths_and_lengths(filler):
     near = lambda prompt: read_out(prompt) if "magic" in prompt[-120:].split("Question")[0] else " 0."  # noqa: E731
     model = Finder(near)
     result = evaluate_needle(model, filler, Settings(cells=((1, 1),), depths=(0.0, 1.0), lengths=(150, 300), samples=4))
-    assert result.metrics["n1_r1_len300_depth100"] == result.metrics["n1_r1_depth100"] == 1.0
-    assert result.metrics["n1_r1_len300_depth0"] == 0.0
-    assert result.metrics["n1_r1_len300"] == result.metrics["partial_n1_r1_len300"] == 0.5
-    at_150 = result.metrics["n1_r1_len150_depth0"]
-    assert result.metrics["n1_r1_depth0"] == at_150 / 2
-    assert result.metrics["n1_r1"] == pytest.approx((0.5 + result.metrics["n1_r1_len150"]) / 2)
+    assert mean(result, depth=1.0) == 1.0
+    assert mean(result, length=300, depth=0.0) == 0.0
     assert {row["length"] for row in result.rows} == {150, 300}
     assert all(row["tokens"] < row["length"] for row in result.rows)
     assert min(row["tokens"] for row in result.rows if row["length"] == 300) > 250
-
-
-def test_metrics_by_hand():
-    rows = [{"needles": 2, "queries": 2, "length": 50, "depth": 0.5, "score": score} for score in (1.0, 0.5, 0.0, 0.5)]
-    expected = {"n2_r2_depth50": 0.5, "n2_r2": 0.5, "all_n2_r2": 0.25, "partial_n2_r2": 0.75}
-    assert needle_metrics(rows) == expected
 
 
 def test_prompts_are_those_of_the_seed(filler):
@@ -122,7 +107,7 @@ def test_the_least_length_that_is_named_is_the_least_that_works(filler):
     with pytest.raises(ValueError, match=f"N=3, R=2, {least - 1} tokens: .* give a length of {least} or more"):
         evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least - 1,)}))
     assert not model.prompts
-    assert evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least,)})).metrics["n3_r2"] == 1
+    assert evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least,)})).rows[-1]["score"] == 1
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
@@ -142,7 +127,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
         evaluate_needle(model, filler, Settings(**SIZES), samples=Samples(journal))
     again = Finder(read_out)
     resumed = evaluate_needle(again, filler, Settings(**SIZES), samples=Samples(journal, resume=True))
-    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert resumed.rows == whole.rows
     assert len(again.prompts) == 12 - len(model.prompts)
     assert not set(again.prompts) & set(model.prompts)
 
@@ -155,7 +140,6 @@ def llama():
 def test_the_model_s_positions_limit_the_length(filler, llama):
     result = evaluate_needle(llama, filler, Settings(cells=((1, 1),), depths=(0.5,), length=512, samples=2))
     assert len(result.rows) == 2
-    assert result.provenance["class"] == "LlamaForCausalLM"
     with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions of llama"):
         evaluate_needle(llama, filler, Settings(length=513))
 
@@ -164,11 +148,11 @@ def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     settings = settings_of("needle", {"corpus": str(text), "length": 300}, ["samples=2", "cells=[[1,1]]"])
-    result = run_eval("needle", llama, settings, tmp_path / "out.jsonl.gz", limit=1)
+    result = measured("needle", llama, settings, tmp_path / "out.jsonl.gz", limit=1)
     assert len(result.rows) == 5
     assert "weather" in result.rows[0]["prompt"]
-    assert result.provenance["corpus"] == str(text)
-    assert result.provenance["side"] == "validation"
+    assert result.about["corpus"] == str(text)
+    assert result.about["part"] == "validation"
 
 
 def test_a_short_haystack_takes_in_the_training_side_and_a_shorter_one_is_refused(tmp_path):
@@ -190,13 +174,13 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
     lm = tiny_lm("diff", positions=400)
     with pytest.raises(ValueError, match=r"the held-out text of .* prompts need 400; .*--split all reads"):
         run_eval("needle", lm, settings_of("needle", wanted, few), tmp_path / "no.jsonl.gz")
-    result = run_eval("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.jsonl.gz")
-    assert result.provenance["side"] == "all"
-    assert "note" not in result.provenance
+    result = measured("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.jsonl.gz")
+    assert result.about["part"] == "all"
+    assert "note" not in result.about
     other = tiny_lm("gpt2", positions=400)
-    result = run_eval("needle", other, settings_of("needle", wanted, few), tmp_path / "other.jsonl.gz")
-    assert result.provenance["side"] == "all"
-    assert "is too small, so training text of the corpus is measured too" in result.provenance["note"]
+    result = measured("needle", other, settings_of("needle", wanted, few), tmp_path / "other.jsonl.gz")
+    assert result.about["part"] == "all"
+    assert "is too small, so training text of the corpus is measured too" in result.about["note"]
 
 
 @pytest.mark.parametrize("depths", [(0.25, 0.254), (0.0, 0.0)])
@@ -255,21 +239,21 @@ def test_an_instruct_model_is_asked_through_its_template_and_its_numbers_are_sea
     model, wording = Instruct(said_in_words), "Which numbers do {cities} have?"
     asking = {"chat_template": True, "wording": wording, "scoring": "search"}
     result = evaluate_needle(model, filler, Settings(**SIZES, **asking))
-    assert result.metrics["n1_r1"] == result.metrics["n3_r2"] == 1.0
+    assert mean(result) == 1.0
     assert model.new_tokens == 32
     for row, prompt in zip(result.rows, model.prompts, strict=True):
         assert prompt.startswith("<|endoftext|>user\n")
         assert prompt.endswith("have?<|pad|>\n<|endoftext|>assistant\n")
         assert 396 - 32 - 6 <= row["tokens"] <= 400 - 32
         assert row["tokens"] == len(model.tokenizer(prompt)["input_ids"])
-    assert result.provenance["asked"] == (
+    assert result.about["asked"] == (
         "asked through the tokenizer's chat template, in the user's words 'Which numbers do {cities} have?', with the "
         "number of each city searched for in the first 32 tokens"
     )
     by_next = evaluate_needle(model, filler, Settings(**SIZES, chat_template=True, wording=wording))
-    assert by_next.metrics["n1_r1"] == 0.0  # the first number is another
+    assert mean(by_next, n=1) == 0.0  # the first number is another
     wrong = Instruct(lambda prompt: said_in_words(prompt).replace("has ", "has 1"))
-    assert evaluate_needle(wrong, filler, Settings(**SIZES, **asking)).metrics["n1_r1"] == 0.0
+    assert mean(evaluate_needle(wrong, filler, Settings(**SIZES, **asking)), n=1) == 0.0
 
 
 @pytest.mark.parametrize(
@@ -290,13 +274,13 @@ def test_free_answers_are_scored_by_city(filler, answer, score):
 
     settings = Settings(**{**SIZES, "cells": ((3, 2),)}, chat_template=True, scoring="search")
     result = evaluate_needle(Instruct(generated), filler, settings)
-    assert result.metrics["n3_r2"] == score
+    assert mean(result) == score
 
 
 def test_an_answer_that_the_prompt_begins_is_scored_by_city_too(filler):
     finder = Finder(read_out)
     settings = Settings(**SIZES, scoring="search")
-    assert evaluate_needle(finder, filler, settings).metrics["n3_r2"] == 1.0
+    assert mean(evaluate_needle(finder, filler, settings), n=3) == 1.0
 
 
 def test_the_prompt_may_begin_the_answer(filler):
@@ -345,14 +329,14 @@ def test_evaluate_take_the_template_and_a_wording_and_the_page_says_so(name, tmp
     }
     given = {"chat_template": True, "wording": words, "length": 400}
     settings = settings_of(name, given, more.get(name, ["samples=2"]), quick=True, lenient=True)
-    result = run_eval(name, lm, settings, tmp_path / "r.jsonl.gz", limit=2)
+    result = measured(name, lm, settings, tmp_path / "r.jsonl.gz", limit=2)
     prompts = [row["prompt"] for row in result.rows]
     assert any("Say " in prompt for prompt in prompts)
     if name != "many_shot":
         assert all(prompt.startswith("<|endoftext|>user\n") for prompt in prompts)
         assert all(prompt.endswith("<|endoftext|>assistant\n") for prompt in prompts)
-    assert result.provenance["chat_template"] is True
-    assert result.provenance["dtype"] == "float32"
+    assert result.about["chat_template"] is True
+    assert result.about["dtype"] == "float32"
     page = write_report([tmp_path / "r.jsonl.gz"], tmp_path / "r.html").read_text()
     assert "asked through the tokenizer's chat template, in the user's words" in html.unescape(page)
 
@@ -369,7 +353,7 @@ def test_labels_are_scored_as_replies():
     )
     for row in result.rows:
         text = f"<|endoftext|>user\n{result.rows[0]['examples']}{row['prompt']}<|pad|>\n<|endoftext|>assistant\n"
-        for label, found in zip(result.provenance["labels"], row["logprobs"], strict=True):
+        for label, found in zip(result.about["labels"], row["logprobs"], strict=True):
             ids = lm.tokenizer(text + label + "<|pad|>", return_tensors="pt")["input_ids"]
             losses = lm.token_losses(ids)[0, -len(label) - 1 :]
             assert found == pytest.approx(-losses.sum().item(), rel=1e-4)

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
 from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.attention_call import AttentionCall
-from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, outlier_metrics
+from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, ranked
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
 
@@ -47,25 +48,29 @@ def exact_logits(lm, ids):
     return found
 
 
+def top(result, kind, layer, k):
+    return mean(result, "value", experiment="outliers_top", kind=kind, layer=layer, k=k)
+
+
 @pytest.mark.parametrize("kind", ["diff", "softmax", "llama"])
 def test_against_the_whole_tensors(kind, ids):
     lm = make(kind)
     result = evaluate_outliers(lm, ids, block=4 * 40 * 7)
     by_layer = [x.abs() for x in exact_logits(lm, ids)]
     states = lm.model(ids, output_hidden_states=True).hidden_states
-    exact = {"logits": torch.cat([x.flatten() for x in by_layer])}
-    exact["hidden_layer0"] = states[1].abs().flatten()
-    exact["logits_layer0"], exact["logits_layer1"] = (x.flatten() for x in by_layer)
+    exact = {("logits", -1): torch.cat([x.flatten() for x in by_layer])}
+    exact["hidden", 0] = states[1].abs().flatten()
+    exact["logits", 0], exact["logits", 1] = (x.flatten() for x in by_layer)
     if kind == "diff":
         for place, name in enumerate(("first", "second")):
-            exact[f"logits_{name}"] = torch.cat([x[:, place::2].flatten() for x in by_layer])
+            exact[name, -1] = torch.cat([x[:, place::2].flatten() for x in by_layer])
     for name, values in exact.items():
         ranked = values.sort(descending=True).values
-        for rank in (1,) if "layer" in name else (1, 2, 3, 10, 100):
-            assert result.metrics[f"{name}_top{rank}"] == pytest.approx(ranked[rank - 1].item(), rel=1e-4)
-        assert result.metrics[f"{name}_median"] == pytest.approx(values.median().item(), rel=0.01)
-    assert ("logits_first_top1" in result.metrics) == (kind == "diff")
-    assert result.metrics["tokens"] == 200
+        for rank in (1,) if name[1] >= 0 else (1, 2, 3, 10, 100):
+            assert top(result, *name, rank) == pytest.approx(ranked[rank - 1].item(), rel=1e-4)
+        assert top(result, *name, 0) == pytest.approx(values.median().item(), rel=0.01)
+    assert ("first" in {row.get("kind") for row in result.rows}) == (kind == "diff")
+    assert result.about["tokens"] == 200
 
 
 def test_layer_outputs_are_taken_before_the_final_norm(ids):
@@ -73,7 +78,7 @@ def test_layer_outputs_are_taken_before_the_final_norm(ids):
     handle = lm.model.model.norm.register_forward_pre_hook(lambda m, args: seen.append(args[0].abs().max().item()))
     result = evaluate_outliers(lm, ids)
     handle.remove()
-    assert result.metrics["hidden_layer1_top1"] == pytest.approx(max(seen))
+    assert top(result, "hidden", 1, 1) == pytest.approx(max(seen))
 
 
 @pytest.mark.parametrize("kind", ["diff", "softmax", "llama", "gpt2"])
@@ -84,10 +89,10 @@ def test_the_model_is_unchanged_and_rows_have_their_own(kind, ids):
     result = evaluate_outliers(lm, ids)
     assert torch.equal(lm.model(ids).logits, before)
     assert hooks() == installed
-    for name in ("logits_top1", "hidden_top1"):
-        assert max(row[name] for row in result.rows) == result.metrics[name]
+    for kind in ("logits", "hidden"):
+        assert max(row.get(f"{kind}_top1", 0) for row in result.rows) == top(result, kind, -1, 1)
     alone = evaluate_outliers(lm, ids[2:3])
-    assert alone.metrics["logits_top1"] == result.rows[2]["logits_top1"]
+    assert top(alone, "logits", -1, 1) == result.rows[2]["logits_top1"]
     assert all("state" not in row for row in result.rows)
 
 
@@ -107,7 +112,7 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(ids, tmp_path):
     resumed = evaluate_outliers(lm, ids, samples=Samples(tmp_path / "journal", resume=True))
     handle.remove()
     assert len(calls) == 3 + 3
-    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert resumed.rows == whole.rows
 
 
 def test_magnitudes_stream_merge_and_survive_as_text():
@@ -120,7 +125,7 @@ def test_magnitudes_stream_merge_and_survive_as_text():
     assert torch.equal(stream.top, ranked[:100])
     assert stream.median() == pytest.approx(values.abs().median().item(), rel=0.01)
     halves[0].merge(Magnitudes.of_state(halves[1].state()))
-    assert halves[0].metrics("x") == stream.metrics("x")
+    assert halves[0].rows("x") == stream.rows("x")
     assert halves[0].count == stream.count == 10_000
 
 
@@ -129,12 +134,13 @@ def test_metrics_by_hand():
     for key, values in {("first", 0): [1, -9], ("second", 0): [4], ("first", 1): [2, 3], ("hidden", 1): [-7.5]}.items():
         table[key] = Magnitudes()
         table[key].add(torch.tensor(values, dtype=torch.float32))
-    metrics = outlier_metrics({**table, ("hidden", 0): table["first", 0]})
-    assert [metrics[f"logits_top{k}"] for k in (1, 2, 3)] == [9, 4, 3]
-    assert "logits_top10" not in metrics
-    assert metrics["logits_median"] == pytest.approx(3, rel=0.005)
-    assert (metrics["logits_first_top2"], metrics["logits_second_top1"]) == (3, 4)
-    assert (metrics["logits_layer0_top1"], metrics["logits_layer1_top1"], metrics["hidden_layer1_top1"]) == (9, 3, 7.5)
+    rows = ranked({**table, ("hidden", 0): table["first", 0]})
+    found = {(row["kind"], row["layer"], row["k"]): row["value"] for row in rows}
+    assert [found["logits", -1, k] for k in (1, 2, 3)] == [9, 4, 3]
+    assert ("logits", -1, 10) not in found
+    assert found["logits", -1, 0] == pytest.approx(3, rel=0.005)
+    assert (found["first", -1, 2], found["second", -1, 1]) == (3, 4)
+    assert (found["logits", 0, 1], found["logits", 1, 1], found["hidden", 1, 1]) == (9, 3, 7.5)
 
 
 @pytest.mark.parametrize("kind", ["diff", "gpt2"])
@@ -142,9 +148,9 @@ def test_the_command(kind, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     settings = settings_of("outliers", {"corpus": str(text), "length": 100, "samples": 6})
-    result = run_eval("outliers", make(kind), settings, tmp_path / "out.jsonl.gz", limit=4)
-    assert result.metrics["tokens"] == 400
-    assert result.provenance["side"] == "validation"
+    result = measured("outliers", make(kind), settings, tmp_path / "out.jsonl.gz", limit=4)
+    assert result.about["tokens"] == 400
+    assert result.about["part"] == "validation"
     with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions"):
         run_eval("outliers", make(kind), settings_of("outliers", {"length": 129}), tmp_path / "no.jsonl.gz")
 
@@ -172,12 +178,9 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
         with pytest.raises(ValueError, match=r"the held-out text of the corpus .* 100 rows of 50 .*--split all reads"):
             run_eval(name, tiny_lm("diff"), settings_of(name, options, more), tmp_path / "no.jsonl.gz")
         settings = settings_of(name, {**options, "split": "all"}, more)
-        assert (
-            run_eval(name, tiny_lm("diff"), settings, tmp_path / f"{name}.jsonl.gz", limit=2).provenance["side"]
-            == "all"
-        )
+        assert measured(name, tiny_lm("diff"), settings, tmp_path / f"{name}.jsonl.gz", limit=2).about["part"] == "all"
         settings, out = settings_of(name, options, more), tmp_path / f"{name}-gpt2.jsonl.gz"
-        assert run_eval(name, tiny_lm("gpt2"), settings, out, limit=2).provenance["side"] == "all"
+        assert measured(name, tiny_lm("gpt2"), settings, out, limit=2).about["part"] == "all"
     with pytest.raises(ValueError, match="split 'most'"):
         run_eval(
             "outliers",

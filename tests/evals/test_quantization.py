@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
 from diff_transformer.data.documents import Document
@@ -16,11 +17,10 @@ from diff_transformer.evals.quantization import (
     absmax,
     evaluate_quantization,
     quantise,
-    quantization_metrics,
     split_task,
 )
 from diff_transformer.evals.samples import Samples
-from diff_transformer.lab.evaluate import run_eval, settings_of
+from diff_transformer.lab.evaluate import settings_of
 
 KINDS = ("diff", "softmax", "llama", "gpt2", "diffllama")
 TASKS = [
@@ -104,12 +104,11 @@ def test_an_experiment_on_every_kind_of_model(lm):
     ids = torch.randint(0, 256, (3, 40), generator=torch.Generator().manual_seed(5))
     before = lm.model(ids).logits
     result = evaluate_quantization(lm, TASKS, ids)
-    metrics = result.metrics
+    loss = {bits: mean(result, "loss", bits=bits) for bits in (16, 8, 4)}
     plain = lm.token_losses(ids).mean().item()
-    assert metrics["loss_16bit"] == pytest.approx(plain, abs=2e-3)
-    assert metrics["loss_4bit_change"] == pytest.approx(metrics["loss_4bit"] - metrics["loss_16bit"])
-    assert abs(metrics["loss_8bit_change"]) < abs(metrics["loss_4bit_change"])
-    assert metrics["chance"] == 0.25
+    assert loss[16] == pytest.approx(plain, abs=2e-3)
+    assert abs(loss[8] - loss[16]) < abs(loss[4] - loss[16])
+    assert result.about["chance"] == 0.25
     assert len(result.rows) == 4 * (3 + 3)
     assert torch.equal(lm.model(ids).logits, before)
 
@@ -145,32 +144,24 @@ class Knows:
 def test_a_model_that_knows_scores_one_and_one_that_does_not_zero(monkeypatch):
     lm, right = make("gpt2"), {" the mat.", " are three.", " we rest"}
     Knows(monkeypatch, lambda ending: -1.0 if ending in right else -100.0)
-    metrics = evaluate_quantization(lm, TASKS, settings=Settings(bits=(8, 4))).metrics
-    assert [metrics[f"{name}_{bits}bit"] for name in ("accuracy", "accuracy_plain") for bits in (8, 4)] == [1.0] * 4
-    assert metrics["accuracy_4bit_change"] == 0.0
+    rows = evaluate_quantization(lm, TASKS, settings=Settings(bits=(8, 4))).rows
+    assert {(row["bits"], row["score"], row["plain"]) for row in rows} == {(8, 1.0, 1.0), (4, 1.0, 1.0)}
     Knows(monkeypatch, lambda ending: -100.0 if ending in right else -1.0)
-    metrics = evaluate_quantization(lm, TASKS, settings=Settings(bits=(8,))).metrics
-    assert metrics["accuracy_8bit"] == metrics["accuracy_plain_8bit"] == 0.0
+    rows = evaluate_quantization(lm, TASKS, settings=Settings(bits=(8,))).rows
+    assert {(row["score"], row["plain"]) for row in rows} == {(0.0, 0.0)}
 
 
 def test_normalised_and_plain_scores_are_told_apart(monkeypatch):
     Knows(monkeypatch, lambda ending: -4.0 - 0.01 * len(ending))  # the shortest is likeliest, the longest a character
-    metrics = evaluate_quantization(make("gpt2"), TASKS, settings=Settings(bits=(8,))).metrics
+    result = evaluate_quantization(make("gpt2"), TASKS, settings=Settings(bits=(8,)))
     tasks = [max if normalised else min for normalised in (True, False)]
     expected = [
         sum(task.answer == pick(range(4), key=lambda i, t=task: len(t.choices[i])) for task in TASKS) / 3
         for pick in tasks
     ]
-    assert [metrics["accuracy_8bit"], metrics["accuracy_plain_8bit"]] == pytest.approx(expected)
-
-
-def test_metrics_by_hand():
-    rows = [{"bits": b, "score": s, "plain": 1 - s, "cut": 0} for b, s in ((16, 1.0), (16, 1.0), (4, 1.0), (4, 0.0))]
-    rows += [{"bits": 16, "row": 0, "loss": 2.0}, {"bits": 4, "row": 0, "loss": 2.5}]
-    assert quantization_metrics(rows) == {
-        "accuracy_16bit": 1.0, "accuracy_4bit": 0.5, "accuracy_4bit_change": -0.5, "accuracy_plain_16bit": 0.0,
-        "accuracy_plain_4bit": 0.5, "loss_16bit": 2.0, "loss_4bit": 2.5, "loss_4bit_change": 0.5,
-    }  # fmt: skip
+    assert [mean(result, name, experiment="quantization_choice") for name in ("score", "plain")] == pytest.approx(
+        expected
+    )
 
 
 def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
@@ -193,20 +184,19 @@ def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
         lm, TASKS, ids, Settings(bits=(16, 4)), samples=Samples(tmp_path / "journal", resume=True)
     )
     assert calls == [4, 1, 1, 4, 1]
-    assert (resumed.metrics, resumed.rows) == (whole.metrics, whole.rows)
+    assert resumed.rows == whole.rows
 
 
 def test_a_task_with_an_ending_that_the_model_cannot_read_is_skipped_and_counted():
     lm = make("gpt2")
     long = MultipleChoiceItem("He said", ("y" * 200, "no.", "yes.", "so."), 0)
     result = evaluate_quantization(lm, [TASKS[0], long, TASKS[1]], settings=Settings(bits=(16, 4)))
-    assert result.metrics["skipped"] == 1
     rows = [row for row in result.rows if "skipped" in row]
     assert [row["skipped"] for row in rows] == [
         "task 1: a choice has 201 tokens, more than the 128 positions of gpt2"
     ] * 2
-    without = evaluate_quantization(lm, [TASKS[0], TASKS[1]], settings=Settings(bits=(16, 4))).metrics
-    assert {k: v for k, v in result.metrics.items() if k != "skipped"} == pytest.approx(without)
+    without = evaluate_quantization(lm, [TASKS[0], TASKS[1]], settings=Settings(bits=(16, 4)))
+    assert [row["score"] for row in result.rows if "skipped" not in row] == [row["score"] for row in without.rows]
     with pytest.raises(ValueError, match="task 0: a choice has 201 tokens"):
         evaluate_quantization(lm, [long], settings=Settings(bits=(16,)))
 
@@ -230,7 +220,6 @@ def test_a_context_too_long_loses_its_beginning_and_says_so():
     assert [bytes(tokens) for tokens in endings] == [b" yes.", b" no."]
     assert cut == 26
     result = evaluate_quantization(lm, [task, TASKS[0]], settings=Settings(bits=(8,)))
-    assert result.metrics["truncated"] == 0.5
     assert [row["cut"] for row in result.rows] == [26, 0]
     with pytest.raises(ValueError, match="a choice has 130 tokens, more than the 128 positions"):
         split_task(lm, MultipleChoiceItem("x", ("z" * 129,), 0))
@@ -285,7 +274,6 @@ def test_the_command(tmp_path):
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"data": str(tmp_path / "set.jsonl"), "corpus": str(text), "length": 50, "samples": 4}
     settings = settings_of("quantization", options, ["rows=3", "bits=[8, 4]", "granularity=head"])
-    result = run_eval("quantization", make("diff"), settings, tmp_path / "out.jsonl.gz", limit=2)
+    result = measured("quantization", make("diff"), settings, tmp_path / "out.jsonl.gz", limit=2)
     assert len(result.rows) == 2 * (2 + 2)
-    assert {"accuracy_4bit", "accuracy_plain_8bit", "loss_4bit", "loss_4bit_change"} <= set(result.metrics)
-    assert result.provenance["granularity"] == "head"
+    assert result.about["granularity"] == "head"

@@ -103,8 +103,8 @@ def test_an_experiment_of_a_user_s_file_runs_like_one_of_ours(tmp_path):
     (record,) = load_records(tmp_path / "many")
     assert (record.side, len(record.rows["my_experiment"])) == ("tiny", 8)
     assert record.rows.about("my_experiment")["length"] == 8
-    found = record.rows.metric("my_experiment", "repeat_loss")["value"]
-    assert [*found] == [pytest.approx(np.log(260), abs=1)]  # random weights guess
+    assert record.metrics == {"my_experiment_loss": pytest.approx(np.log(260), abs=1)}  # random weights guess
+    assert "| my experiment loss | 5." in done.output
     assert "My experiment" in (tmp_path / "many" / "report.html").read_text()
 
 
@@ -198,9 +198,9 @@ def test_a_script_names_the_model_and_the_settings(tmp_path):
     with pytest.raises(ValueError, match=r"no setting 'outliers.sample'; did you mean outliers.samples"):
         run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.jsonl.gz"))
     assert not (tmp_path / "one.jsonl.gz").exists()
-    result = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.jsonl.gz"), quick=True)
-    assert (result.provenance["length"], result.provenance["samples"]) == (32, 32)
-    rows = read_file(tmp_path / "one.jsonl.gz")
-    assert max(row["logits_top1"] for row in rows if row["experiment"] == "outliers") == result.metrics["logits_top1"]
+    record = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.jsonl.gz"), quick=True)
+    about, rows = record.rows.about("outliers"), read_file(tmp_path / "one.jsonl.gz")
+    assert (about["length"], about["samples"]) == (32, 32)
+    assert max(row["logits_top1"] for row in rows if row["experiment"] == "outliers") == record.metrics["logits"]
     with pytest.raises(ValueError, match=r"two.json does not end with .jsonl.gz"):
         run_eval("outliers", tmp_path / "model", {}, tmp_path / "two.json")

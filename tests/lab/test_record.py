@@ -8,10 +8,8 @@ import pytest
 from made_rows import comparison, model
 
 from diff_transformer.errors import UserError
-from diff_transformer.evals.types import Result
 from diff_transformer.lab.record import load_records
-from diff_transformer.lab.rows import FILE, Rows, encode, read_file, read_rows, row, write_rows
-from diff_transformer.lab.tidy import rows_of
+from diff_transformer.lab.rows import FILE, Rows, encode, read_file, read_rows, row, rows_of, write_rows
 
 
 def of_eval(side, path, weights, score=1.0, data_seed=0, **settings):
@@ -138,19 +136,12 @@ def test_a_model_trained_on_in_place_is_another_one(tmp_path):
 
 
 def test_the_same_file_twice_is_one_measurement(tmp_path):
-    rows = [*of_eval("m", "x/m", "1"), row("metric", "m", example="answer", of="recall", key="answer", value=0.5)]
+    rows = [*of_eval("m", "x/m", "1"), row("about", "m", example="chance", of="recall", key="chance", value=0.5)]
     write_rows(tmp_path / "a.jsonl.gz", rows)
     twice = read_rows(tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.gz")
-    assert (len(twice["needle"]), len(twice["metric"])) == (1, 1)
+    assert (len(twice["needle"]), len(twice.only(of="recall")["about"])) == (1, 1)
 
 
 def test_columns_of_a_user_s_experiment_do_not_replace_the_keys():
-    result = Result("mine", "m", {}, [{"side": "left", "seed": 7, "score": 1.0}], {})
-    (each,) = [each for each in rows_of(result, "m") if each["experiment"] == "mine"]
+    (each,) = rows_of("mine", [{"side": "left", "seed": 7, "score": 1.0}], {}, "m")
     assert (each["side"], each["seed"], each["side_"], each["seed_"]) == ("m", 0, "left", 7)
-
-
-def test_ids_of_two_sets_are_two_examples():
-    rows = [{"set": name, "id": "0", "score": 1.0} for name in ("a", "b")]
-    found = Rows(rows_of(Result("hallucination", "m", {}, rows, {}), "m"))["hallucination"]
-    assert found["example"].nunique() == 2

@@ -4,9 +4,11 @@ import numpy as np
 import pandas as pd
 import pytest
 from made_rows import CONFIG
+from numbers_of import mean
 
 from diff_transformer.errors import UserError
-from diff_transformer.lab.rows import Rows, row
+from diff_transformer.lab.evaluate import run_eval
+from diff_transformer.lab.rows import Rows, read_rows, row
 from diff_transformer.lab.scaling import (
     Settings,
     evaluate_scaling,
@@ -18,6 +20,7 @@ from diff_transformer.lab.scaling import (
     runs_of,
     synthetic_runs,
 )
+from diff_transformer.report.tables import markdown
 
 SIZES = [1e6, 3e6, 1e7, 3e7, 1e8]
 
@@ -76,10 +79,19 @@ def test_losses_that_are_no_law_are_refused(x, loss, words):
 
 
 def test_the_papers_ratios_are_found_in_a_made_up_table():
-    found = evaluate_scaling(synthetic_runs(), Settings(runs="synthetic")).metrics
-    assert found["parameters_ratio"] == pytest.approx(0.622, rel=1e-6)
-    assert found["tokens_ratio"] == pytest.approx(0.637, rel=1e-6)
-    assert found["parameters_diff_exponent"] == pytest.approx(0.28, rel=1e-6)
+    rows = evaluate_scaling(synthetic_runs(), Settings(runs="synthetic")).rows
+    found = {row["fit"]: row for row in rows if row["side"] == "diff" and "exponent" in row}
+    assert found["parameters"]["ratio"] == pytest.approx(0.622, rel=1e-6)
+    assert found["tokens"]["ratio"] == pytest.approx(0.637, rel=1e-6)
+    assert found["parameters"]["exponent"] == pytest.approx(0.28, rel=1e-6)
+
+
+def test_the_command_writes_rows_of_both_models_and_the_table_shows_them(tmp_path):
+    record = run_eval("scaling", None, {"runs": "synthetic"}, tmp_path / "r.jsonl.gz")
+    assert record.side == "diff"
+    table = markdown(read_rows(tmp_path / "r.jsonl.gz"))
+    assert "| parameters for equal loss, ratio | 0.622" in table
+    assert "| exponent of loss against tokens | 0.270" in table
 
 
 def test_a_csv_table_may_have_units_and_other_names(tmp_path):
@@ -88,8 +100,8 @@ def test_a_csv_table_may_have_units_and_other_names(tmp_path):
         lines += [f"{name},{size / 1e6:g}M,10B,{losses([size / share])[0]}" for size in SIZES]
     (tmp_path / "runs.csv").write_text("\n".join(lines) + "\n")
     result = run(None, Settings(runs=str(tmp_path / "runs.csv")), None)
-    assert result.metrics["parameters_ratio"] == pytest.approx(0.622, rel=1e-3)
-    assert "tokens" in result.provenance["note"]
+    assert mean(result, "ratio", side="diff") == pytest.approx(0.622, rel=1e-3)
+    assert "tokens" in result.about["note"]
 
 
 @pytest.mark.parametrize(

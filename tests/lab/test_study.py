@@ -14,7 +14,6 @@ from diff_transformer.lab.record import load_records
 from diff_transformer.lab.rows import FILE, row, write_rows
 from diff_transformer.lab.stages import SWEPT, Stage, load_stages
 from diff_transformer.lab.study import Progressed, best_rates, run_study
-from diff_transformer.lab.tidy import rows_of_curves
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
 from diff_transformer.model.head_scale import with_matched_scale
 from diff_transformer.train.config import override
@@ -40,7 +39,8 @@ def keep(out, specs, *finals, name="validation", key="loss", diverged=()):
     """The rows of finished runs, each with the last value of its curve."""
     for spec, final in zip(specs, finals, strict=True):
         facts = {"config": spec.config.to_dict()} | ({"diverged": "step 3: loss nan"} if final in diverged else {})
-        rows = [*rows_of_curves({name: {"step": [0, 4], key: [0.9, final]}}, *spec.identity)]
+        points = ((0, 0.9), (4, final))
+        rows = [row(name, *spec.identity, example=step, step=step, **{key: value}) for step, value in points]
         rows += [row("about", *spec.identity, of="run", example=k, key=k, value=value) for k, value in facts.items()]
         write_rows(out / spec.key / FILE, rows)
 
@@ -197,7 +197,7 @@ def test_the_loss_of_a_source_is_a_mean_since_the_validation_before():
         {"step": 10, "loss_by_source": {"text": 2.0}},
         {"step": 15, "loss_by_source": {"text": 1.0}},
     ]
-    assert losses_by_source(logged, [0, 10, 15]) == {"text": [None, 3.0, 1.0], "needles": [None, 2.0, None]}
+    assert losses_by_source(logged, [0, 10, 15]) == {"text": {10: 3.0, 15: 1.0}, "needles": {10: 2.0}}
 
 
 def test_spikes_are_norms_far_above_those_before():

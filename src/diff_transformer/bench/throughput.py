@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from statistics import median
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from diff_transformer.train.loss import Objective
 def measure_throughput(
     models: dict[str, nn.Module], ids: Tensor, *, precision: str = "32-true", pass_rows: int = 0, loss_chunk: int = 0,
     repeats: int = 7, steps: int = 2,
-) -> list[Result]:  # fmt: skip
-    """One ``Result`` per model: the median of ``repeats`` measurements of ``steps`` steps on ``ids [B, T]``.
+) -> dict[str, Result]:  # fmt: skip
+    """A ``Result`` for each model: ``repeats`` measurements of ``steps`` steps on ``ids [B, T]``.
 
     Models take turns within each repeat, and every other repeat runs in the opposite order, so that a slow moment of
     the machine affects both. The training step is forward, backward, clipping and a fused AdamW update at learning rate
@@ -41,12 +40,11 @@ def measure_throughput(
     tokens = ids.numel() * steps
     facts = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
     facts["precision"] = precision
-    results = []
+    results = {}
     for name in models:
         rates = {f"{kind}_tokens_per_second": [tokens / s for s in times[kind, name].seconds] for kind in kinds}
         rows = [{"repeat": i, **{key: rate[i] for key, rate in rates.items()}} for i in range(repeats)]
-        medians = {key: median(rate) for key, rate in rates.items()}
-        results.append(Result("throughput", name, medians, rows, provenance(**facts)))
+        results[name] = Result("throughput", rows, provenance(**facts))
     return results
 
 

@@ -26,7 +26,7 @@ def evaluate(
         str,
         typer.Argument(
             help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
-            "associative_recall, gradient_flow; all; or the Python file of one of yours."
+            "associative_recall, recall, gradient_flow; all; or the Python file of one of yours."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the results and their page; must be new.")],
@@ -85,10 +85,9 @@ def evaluate(
 
 
 def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
-    from rich.console import Console
-
-    from diff_transformer.lab.evaluate import experiment, run_suite
+    from diff_transformer.lab.evaluate import run_suite
     from diff_transformer.report.page import require_installed, write_report
+    from diff_transformer.report.tables import markdown
 
     outcomes = run_suite(plan, out, resume=resume, bar=bar)
     for outcome in outcomes:
@@ -96,13 +95,10 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
             f"{outcome.name:20} {outcome.model or '':16} {outcome.error or outcome.path}",
             file=sys.stderr if outcome.error else sys.stdout,
         )
-        if outcome.result:
-            _print_note(outcome.result)
-            if hasattr(experiment(outcome.name), "table"):
-                Console().print(experiment(outcome.name).table(outcome.result))
-            elif len(plan.names) == 1:
-                for metric, value in outcome.result.metrics.items():
-                    print(f"{metric:32} {shown_number(value)}")
+        if outcome.record:
+            _print_note(outcome.name, outcome.record)
+            if len(plan.names) == 1:
+                print(markdown(outcome.record.rows))
     if any(outcome.error is None for outcome in outcomes):
         try:
             require_installed()
@@ -112,16 +108,12 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
     return any(outcome.error for outcome in outcomes)
 
 
-def _print_note(result) -> None:
+def _print_note(name: str, record) -> None:
     """Print what a reader must know before the numbers."""
-    for name in ("note", "asked"):
-        if note := result.provenance.get(name):
-            print(f"note: {result.eval} of {result.model}: {note}")
-
-
-def shown_number(value: float) -> str:
-    """Four decimals; scientific notation for what four decimals would show as nearly 0."""
-    return f"{value:.2e}" if 0 < abs(value) < 1e-3 else f"{value:.4f}"
+    about = record.rows.about(name)
+    for key in ("note", "asked"):
+        if about.get(key):
+            print(f"note: {name} of {record.side}: {about[key]}")
 
 
 @contextmanager

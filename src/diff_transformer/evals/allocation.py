@@ -13,20 +13,17 @@ shares. Those of the map averaged over a layer's heads stand beside them: there,
 the noise is smaller where heads disagree about it.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 from diff_transformer.checks import require_positive, require_whole_percents
-from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.lm import LanguageModel, check_length, measured_split, settings_of_lm, text_details
-from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.lm import LanguageModel, check_length, haystack, text_details
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -68,11 +65,9 @@ def amount(settings: Settings) -> tuple[int, int]:
 def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")
-    filler, part = load_haystack(
-        settings.corpus, lm.tokenizer, settings.length, split=measured_split(lm, settings.split, "any")
-    )
+    filler, part = haystack(lm, settings, settings.length)
     result = evaluate_allocation(lm, filler, settings, samples)
-    result.provenance.update(asdict(settings), **text_details(settings, part))
+    result.about.update(text_details(settings, part))
     return result
 
 
@@ -82,15 +77,12 @@ def evaluate_allocation(
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
-    """Shares of attention on the answer and on the noise, by depth, averaged over heads, layers and prompts.
+    """A row for each prompt: ``depth``, the shares ``answer`` and ``noise`` averaged over heads and layers,
+    ``answer_mean_map`` and ``noise_mean_map`` of the map averaged over the heads of a layer, and ``best_head_answer``,
+    the largest share that a single head gives to the answer. The table ``allocation_heads`` has the shares of every
+    head of every layer, rounded to four places.
 
     ``settings`` without those of the text, which ``filler`` has; ``samples``: progress, limit and resumption.
-
-    ``metrics``: ``answer_depth{percent}``, ``noise_depth{percent}``, their means ``answer`` and ``noise``, the means by
-    layer ``answer_layer{i}`` and ``noise_layer{i}``; ``answer_mean_map`` and ``noise_mean_map``, of the map averaged
-    over the heads of a layer; and ``best_head_answer``, the largest share that a single head gives to the answer,
-    averaged over prompts. ``rows`` hold the shares of every head, ``answer_heads`` and
-    ``noise_heads``: a list per layer, rounded to four places.
 
     Raises:
         ValueError: for a length in which the needles do not fit, or that the model does not support.
@@ -98,13 +90,20 @@ def evaluate_allocation(
     require_positive(length=settings.length, per_cell=settings.samples, needles=settings.needles)
     require_whole_percents(settings.depths)
     check_length(lm, settings.length, "the prompt")
-    samples, rows = samples or Samples(), []
-    details = {name: getattr(settings, name) for name in ("length", "samples", "needles", "digits", "seed")}
-    same = {name: details[name] for name in ("length", "needles", "digits")}
+    samples, made = samples or Samples(), []
+    same = {name: getattr(settings, name) for name in ("length", "needles", "digits")}
     for depth in settings.depths:
         score = _scorer(lm, filler, {**same, "queries": 1, "depth": depth}, settings.seed)
-        rows += samples.rows(f"depth{round(100 * depth)}", range(settings.samples), score)
-    return Result("allocation", lm.name, allocation_metrics(rows), rows, provenance(**details, **settings_of_lm(lm)))
+        made += samples.rows(f"depth{round(100 * depth)}", range(settings.samples), score)
+    rows, heads = [], []
+    for example, row in enumerate(made):
+        by_layer = [row.pop(f"{part}_heads") for part in PARTS]
+        rows.append({"example": example, **row})
+        for layer, parts in enumerate(zip(*by_layer, strict=True)):
+            for head, (answer, noise) in enumerate(zip(*parts, strict=True)):
+                place = {"example": example, "layer": layer, "head": head}
+                heads.append({"experiment": "allocation_heads", **place, "answer": answer, "noise": noise})
+    return Result("allocation", rows + heads)
 
 
 def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Callable[[list[int]], list[dict]]:
@@ -133,7 +132,6 @@ def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Call
         }  # fmt: skip
         for part, heads in by_part.items():
             row[part] = torch.cat(heads).mean().item()
-            row[f"{part}_layers"] = [round(layer.mean().item(), 6) for layer in heads]
             row[f"{part}_heads"] = [[round(share, 4) for share in layer.tolist()] for layer in heads]
             row[f"{part}_mean_map"] = torch.cat([layer[PARTS.index(part)] for layer in of_means]).mean().item()
         row["best_head_answer"] = torch.cat(by_part["answer"]).max().item()
@@ -154,19 +152,3 @@ def shares_of(
     row = row / row.sum(-1, keepdim=True)
     answer = row[:, max(first, start) : end].sum(-1)
     return answer, row[:, first:question].sum(-1) - answer
-
-
-def allocation_metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """Metrics of ``evaluate_allocation`` from its rows."""
-    metrics: dict[str, float] = {}
-    for part in PARTS:
-        for depth in dict.fromkeys(row["depth"] for row in rows):
-            here = [row[part] for row in rows if row["depth"] == depth]
-            metrics[f"{part}_depth{round(100 * depth)}"] = float(np.mean(here))
-        for name in (part, f"{part}_mean_map"):
-            metrics[name] = float(np.mean([row[name] for row in rows]))
-    metrics["best_head_answer"] = float(np.mean([row["best_head_answer"] for row in rows]))
-    for part in PARTS:
-        by_layer = np.mean([row[f"{part}_layers"] for row in rows], axis=0)
-        metrics |= {f"{part}_layer{layer}": float(share) for layer, share in enumerate(by_layer)}
-    return metrics

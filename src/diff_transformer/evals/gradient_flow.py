@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -19,12 +18,10 @@ from torch import Tensor, nn
 from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import layers_of
-from diff_transformer.evals.lm import CausalLM, settings_of_lm, text_details, text_rows
-from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.lm import CausalLM, text_details, text_rows
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
-KINDS = ("q", "k", "v", "o")  # weights of both models of a pair; q is q1 and q2 together, k likewise
 _OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
 
 
@@ -57,7 +54,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     require_positive(length=settings.length, samples=settings.samples)
     ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_gradient_flow(lm, ids, settings, samples)
-    result.provenance.update(corpus=settings.corpus, **text_details(settings, part))
+    result.about.update(text_details(settings, part))
     return result
 
 
@@ -73,9 +70,10 @@ def evaluate_gradient_flow(
         ids: text for the loss, int64 ``[rows, T]``.
         settings: without those of the text.
 
-    ``metrics``: ``{state}_{kind}_layer{i}`` and its mean over layers ``{state}_{kind}``, where state is ``model`` (as
-    given), ``init_diff`` or ``init_softmax``, and kind q1, q2, k1, k2 (halves of W_Q and W_K), q, k, v, o, lambda,
-    head_norm, as far as the model has them; ``init_ratio_{kind}``: DIFF over Transformer at initialisation.
+    Returns:
+        A row for each batch, state, part and layer with its ``rms``. State is "model" (as given), "init_diff" or
+        "init_softmax"; part q1, q2, k1, k2 (halves of W_Q and W_K), q, k, v, o, lambda, head_norm, as far as the model
+        has them.
 
     Raises:
         ValueError: for a model whose attention weights are not found, with the names that are supported.
@@ -83,7 +81,6 @@ def evaluate_gradient_flow(
     batch_size, seed = settings.batch_size, settings.seed
     require_positive(batch_size=batch_size)
     samples = Samples() if samples is None else samples
-    metrics: dict[str, float] = {}
     rows: list[dict] = []
     batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
     states = [("model", None)]
@@ -93,14 +90,12 @@ def evaluate_gradient_flow(
         model = lm.model if attention is None else _at_init(lm, attention, seed)
         weights = attention_weights(model)
         measured = samples.rows(state, batches, lambda b, m=model, w=weights: [gradient_sizes(m, w, x) for x in b])
-        rows += [{"state": state, "batch": i, **row} for i, row in enumerate(measured)]
-        _summarise(metrics, state, measured)
-    for kind in KINDS:
-        pair = [metrics.get(f"init_{attention}_{kind}") for attention in ("diff", "softmax")]
-        if pair[0] is not None and pair[1]:
-            metrics[f"init_ratio_{kind}"] = pair[0] / pair[1]
-    details = {"tokens": ids.numel(), "length": ids.shape[1], "batch_size": batch_size, "seed": seed}
-    return Result("gradient_flow", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))
+        rows += [
+            {"example": batch, "state": state, "part": part, "layer": layer, "rms": rms, "loss": of["loss"]}
+            for batch, of in enumerate(measured)
+            for part, layer, rms in of["rms"]
+        ]
+    return Result("gradient_flow", rows, {"tokens": ids.numel(), "length": ids.shape[1]})
 
 
 @dataclass(frozen=True)
@@ -179,7 +174,8 @@ def _weight(module: nn.Module) -> nn.Parameter:
 
 
 def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]], ids: Tensor) -> dict:
-    """Root mean square of the gradient of the mean loss over ``ids [B, T]``: ``{"loss", "rms": {kind_layer: ...}}``.
+    """Root mean square of the gradient of the mean loss over ``ids [B, T]``: its ``loss``, and as ``rms``
+    a list of (kind, layer, size).
 
     The model's own ``.grad`` fields stay unchanged; dropout is off.
     """
@@ -197,11 +193,11 @@ def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]],
         for parameter in frozen:
             parameter.requires_grad_(False)
     by_id = {id(parameter): gradient for parameter, gradient in zip(parameters, gradients, strict=True)}
-    sizes = {}
+    sizes = []
     for number, layer in enumerate(weights):
         for kind, parts in layer.items():
             values = torch.cat([part.of(by_id[id(part.parameter)]) for part in parts])
-            sizes[f"{kind}_layer{number}"] = values.square().mean().sqrt().item()
+            sizes.append((kind, number, values.square().mean().sqrt().item()))
     return {"loss": loss.item(), "rms": sizes}
 
 
@@ -232,12 +228,3 @@ def _at_init(lm: CausalLM, attention: str, seed: int) -> nn.Module:
         shapes = {name: value.shape for name, value in model.state_dict().items()}
         model.load_state_dict({n: v for n, v in shared.items() if shapes.get(n) == v.shape}, strict=False)
     return model.to(lm.device).eval()
-
-
-def _summarise(metrics: dict[str, float], state: str, measured: list[dict]) -> None:
-    layers: dict[str, list[float]] = {}
-    for name in measured[0]["rms"]:
-        size = float(np.mean([row["rms"][name] for row in measured]))
-        metrics[f"{state}_{name}"] = size
-        layers.setdefault(name.rsplit("_layer", 1)[0], []).append(size)
-    metrics |= {f"{state}_{kind}": float(np.mean(sizes)) for kind, sizes in layers.items()}

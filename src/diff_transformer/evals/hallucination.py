@@ -8,7 +8,6 @@ counted separately. An empty output counts as wrong without asking the judge. A 
 cut at its end; the row says so, and the judge sees the same part as the model.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -16,8 +15,8 @@ from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.errors import UserError
-from diff_transformer.evals.judges import NO, UNDECIDED, YES, Judge, Judgement, make_judge
-from diff_transformer.evals.lm import LanguageModel, max_positions, settings_of_lm
+from diff_transformer.evals.judges import NO, YES, Judge, Judgement, make_judge
+from diff_transformer.evals.lm import LanguageModel, max_positions
 from diff_transformer.evals.prompts import (
     asked_details,
     check_asking,
@@ -26,7 +25,6 @@ from diff_transformer.evals.prompts import (
     without_special,
     worded,
 )
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -67,8 +65,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the sets, make the judge, and evaluate."""
     judge = make_judge(settings.judge, options=settings.judge_options, device=str(lm.device))
     sets = load_grounded(settings.data, samples=settings.samples, seed=settings.seed)
-    result = evaluate_hallucination(lm, sets, judge, settings, samples)
-    return replace(result, provenance={**result.provenance, "data": settings.data, "seed": settings.seed})
+    return evaluate_hallucination(lm, sets, judge, settings, samples)
 
 
 def evaluate_hallucination(
@@ -78,10 +75,8 @@ def evaluate_hallucination(
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
-    """Accuracy of the outputs for each of ``sets``, by ``judge``.
-
-    ``metrics``, for each set: ``NAME`` (share of yes among the verdicts), its ``NAME_stderr``, and the shares of all
-    items ``NAME_undecided``, ``NAME_empty`` and ``NAME_truncated``; ``mean`` over the sets.
+    """A row for each item of ``sets``: its set, the output and the verdict of ``judge``, whose ``score`` is 1 for yes,
+    0 for no, and None where it is undecided.
 
     Raises:
         ValueError: for a length that the model does not support, or that leaves no room for a text.
@@ -114,12 +109,9 @@ def evaluate_hallucination(
 
         verdicts = samples.rows(f"{name}: judging by {judge.name}", list(zip(items, written, strict=True)), decide)
         for item, output, verdict in zip(items, written, verdicts, strict=True):
-            rows.append({"set": name, "id": item.id, "kind": item.kind, **output, **verdict})
-    details = {"judge": judge.name, "length": limit, "summary_tokens": summary_tokens, "answer_tokens": answer_tokens}
-    details |= asked_details(chat_template, " and ".join(filter(None, words.values())))
-    details |= {name: value for name in ("wording", "summary_wording") if (value := getattr(settings, name))}
-    details |= settings_of_lm(lm)
-    return Result("hallucination", lm.name, summarise(rows), rows, provenance(**details))
+            rows.append({"example": f"{name} {item.id}", "set": name, "kind": item.kind, **output, **verdict})
+    asked = asked_details(chat_template, " and ".join(filter(None, words.values())))
+    return Result("hallucination", rows, {"judge": judge.name, "length": limit, **asked, "wording": settings.wording})
 
 
 def frame(item: GroundedItem, document: str, words: str = "") -> str:
@@ -183,27 +175,3 @@ def _decided(judge: Judge, item: GroundedItem, output: dict) -> dict:
     seen = replace(item, document=item.document[: output["document_characters"]])
     verdict: Judgement = judge(seen, output["got"])
     return {"score": {YES: 1.0, NO: 0.0}.get(verdict.answer), "verdict": verdict.answer, "why": verdict.why}
-
-
-def summarise(rows: list[dict]) -> dict[str, float]:
-    """Metrics from rows, by set."""
-    metrics: dict[str, float] = {}
-    accuracies = []
-    for name in dict.fromkeys(row["set"] for row in rows):
-        of_set = [row for row in rows if row["set"] == name]
-        scores = [row["score"] for row in of_set if row["score"] is not None]
-        if scores:
-            share = sum(scores) / len(scores)
-            accuracies.append(share)
-            metrics[name] = share
-            if len(scores) > 1:
-                metrics[f"{name}_stderr"] = math.sqrt(share * (1 - share) / (len(scores) - 1))
-        counted = {
-            "undecided": sum(row["verdict"] == UNDECIDED for row in of_set),
-            "empty": sum(not row["got"] for row in of_set),
-            "truncated": sum(row["truncated"] for row in of_set),
-        }
-        metrics |= {f"{name}_{what}": count / len(of_set) for what, count in counted.items()}
-    if accuracies:
-        metrics["mean"] = sum(accuracies) / len(accuracies)
-    return metrics

@@ -17,7 +17,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,8 @@ from diff_transformer.data.sources import suffix_of
 from diff_transformer.data.tasks.python_tasks import descriptions, names
 from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of
 from diff_transformer.errors import UserError
-from diff_transformer.evals.lm import max_positions, settings_of_lm
+from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.prompts import asked_details, check_asking, worded
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -90,8 +89,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
         if unknown:
             raise UserError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(local)}")
         tasks = {name: local[name] for name in chosen}
-    result = evaluate_harness(lm, tasks, settings, samples)
-    return replace(result, provenance={**result.provenance, "data": settings.data})
+    return evaluate_harness(lm, tasks, settings, samples)
 
 
 def evaluate_harness(
@@ -100,17 +98,16 @@ def evaluate_harness(
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
-    """Accuracy on each of ``tasks``, as the harness computes it.
+    """The answers to each of ``tasks``, scored as the harness does.
 
     Args:
         lm: a ``CausalLM``, or a ``lm_eval.api.model.LM`` with a name.
         tasks: functions that return a task object of the harness, by name.
         settings: without ``data`` and ``tasks``.
 
-    ``metrics``, for each task, with 5 shots: ``NAME_5shot`` by ``metric``, ``NAME_5shot_stderr``, ``NAME_5shot_acc``,
-    ``NAME_5shot_acc_norm`` if the task has it, ``NAME_5shot_truncated`` (share of items whose beginning was cut),
-    ``NAME_5shot_skipped`` (number of items with a choice longer than the model supports, if any; the row has the
-    reason), and ``mean_5shot`` over the tasks.
+    Returns:
+        A row for each item: task, shots, prompt, choices, logprobs, ``score`` by ``metric``, ``acc``, ``acc_norm`` if
+        the task has it, ``truncated`` if the prompt's beginning was cut; or ``skipped``, why the model cannot read it.
 
     Raises:
         UserError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
@@ -142,38 +139,16 @@ def evaluate_harness(
                 return [scored[place] for place in places]
 
             rows += samples.rows(name, range(count), score, batch_size=count)
+    for name in tasks:
+        of_task = [row for row in rows if row["task"] == name]
+        if of_task and all("skipped" in row for row in of_task):
+            raise UserError(f"{of_task[0]['skipped']}; so have all items: give a model with more positions")
     for row in rows:
+        row["shots"] = shots
         if "skipped" not in row:
             row["score"], row["got"] = row[_metric(row, metric)], row["choices"][_likeliest(row, metric)]
-    details = {"tasks": list(tasks), "shots": shots, "metric": metric, "items": items, "seed": seed}
-    details |= {**asked_details(chat_template, wording), **settings_of_lm(lm)}
-    return Result("harness", lm.name, summarise(rows, shots), rows, provenance(**details, lm_eval=lm_eval.__version__))
-
-
-def summarise(rows: list[dict], shots: int) -> dict[str, float]:
-    """Metrics from rows, by task. Standard errors divide by n - 1, as the harness does."""
-    metrics: dict[str, float] = {}
-    means = []
-    for task in dict.fromkeys(row["task"] for row in rows):
-        every, name = [row for row in rows if row["task"] == task], f"{task}_{shots}shot"
-        of_task = [row for row in every if "skipped" not in row]
-        count = len(of_task)
-        if not of_task:
-            raise UserError(f"{every[0]['skipped']}; so have all items: give a model with more positions")
-        if count < len(every):
-            metrics[f"{name}_skipped"] = float(len(every) - count)
-        mean = sum(row["score"] for row in of_task) / count
-        metrics[name] = mean
-        means.append(mean)
-        if count > 1:
-            metrics[f"{name}_stderr"] = math.sqrt(
-                sum((row["score"] - mean) ** 2 for row in of_task) / (count - 1) / count
-            )
-        for metric in ("acc", "acc_norm", "truncated"):
-            values = [row[metric] for row in of_task if metric in row]
-            if values:
-                metrics[f"{name}_{metric}"] = sum(values) / count
-    return {**metrics, f"mean_{shots}shot": sum(means) / len(means)} if means else metrics
+    about = {"tasks": list(tasks), "lm_eval": lm_eval.__version__}
+    return Result("harness", rows, about | asked_details(chat_template, wording))
 
 
 def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int, chat: bool) -> list[dict]:

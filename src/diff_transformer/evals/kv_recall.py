@@ -7,22 +7,63 @@ the noise grows, and pairs and questions stay the same. Attention is that of the
 model has to find the value of that key.
 """
 
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
-from diff_transformer.data.kv_recall_task import RecallRows, RecallTask, RecallVocabulary, make_recall_batch
+from diff_transformer.data.kv_recall_task import (
+    RecallRows,
+    RecallTask,
+    RecallVocabulary,
+    make_recall_batch,
+    recall_vocabulary,
+)
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.evals.lm import LanguageModel, check_length, settings_of_lm
-from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.lm import LanguageModel, check_length, max_positions
+from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 ATTENDED = 32  # rows whose attention is read
-LONGER = (2, 4)  # multiples of a row's length
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Rows of recall; those of a run that trained on it are in its ``data.recall``."""
+
+    # Tokens of a row; longer ones have two and four times as many, if the model has as many positions.
+    length: int = 64
+    # Key-value pairs of a row.
+    pairs: int = 4
+    # Tokens that serve as keys, and as values; a quarter of the vocabulary, at most 256, by default.
+    symbols: int | None = None
+    # Tokens that serve as noise; all others by default.
+    noise_symbols: int | None = None
+    # Keys asked for, drawn with replacement; 0 asks for each once.
+    questions: int = 0
+    # Share of the noise that looks like keys.
+    distractors: float = 0.0
+    # Rows of each length.
+    samples: int = 256
+    # Seed of the rows.
+    seed: int = 0
+
+
+QUICK = {"samples": 32}
+
+
+def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+    """Key-value recall with ``settings``, at the length and at longer ones."""
+    vocabulary = recall_vocabulary(lm.tokenizer, settings.symbols, settings.noise_symbols)
+    task = RecallTask(settings.length, settings.pairs, settings.questions, settings.distractors)
+    task.check(vocabulary)
+    longer = [times for times in (2, 4) if times * settings.length <= (max_positions(lm) or math.inf)]
+    rows = min(settings.samples, samples.limit or settings.samples)
+    return evaluate_recall(lm, vocabulary, task, rows=rows, longer=longer, seed=settings.seed)
 
 
 def evaluate_recall(
@@ -31,38 +72,40 @@ def evaluate_recall(
     task: RecallTask,
     *,
     rows: int = 256,
-    longer: Sequence[int] = LONGER,
-    seed: int = 0,
+    longer: Sequence[int] = (2, 4),
+    seed: int = Settings.seed,
 ) -> Result:
     """Accuracy over all questions of ``rows`` rows of ``task``, and the attention on the answer and on the noise.
 
     Args:
         longer: multiples of the length, each measured on as many rows.
 
-    ``metrics``: ``accuracy``, ``accuracy_2x``, ...; ``chance``, of a guess among the values in the context;
-    ``first_question``, the accuracy on the first question of a row; ``answer`` and ``noise``, the shares of a head's
-    attention, by magnitude, on the value asked for and on the noise tokens, averaged over heads, layers and rows;
-    ``best_head_answer``; and ``answer_mean_map``, ``noise_mean_map``, the shares of the map averaged over the heads of
-    a layer before magnitudes are taken. ``rows``: hits by length.
+    Returns:
+        For each length a row for each of ``rows``: ``hits`` of its ``questions``. The table ``recall_first`` is about
+        the first question of the rows of the trained length: ``right``, 0 or 1; and of the first 32, whose attention is
+        read, ``answer`` and ``noise``, the shares of a head's attention, by magnitude, on the value asked for and on
+        the noise tokens, averaged over heads and layers; ``best_head_answer``; and ``answer_mean_map``,
+        ``noise_mean_map`` of the map averaged over the heads of a layer before magnitudes are taken.
 
     Raises:
         ValueError: for a length that the model does not support, or a task that does not fit the vocabulary.
     """
     require_positive(rows=rows)
-    metrics, kept = {"chance": 1 / task.pairs}, []
+    kept: list[dict] = []
     for times in (1, *longer):
         scaled = replace(task, length=times * task.length)
         check_length(lm, scaled.length, "a row")
         made = make_recall_batch(evaluation_rng(seed, "recall", times), vocabulary, scaled, rows)
         hits = _hits(lm, made)  # [rows, questions]
-        longer_by = "" if times == 1 else f"_{times}x"
-        metrics["accuracy" + longer_by] = float(hits.mean())
-        kept.append({"length": scaled.length, "questions": hits.shape[1], "hits": hits.sum(1).tolist()})
+        same = {"length": scaled.length, "questions": hits.shape[1]}
+        kept += [{"example": place, **same, "hits": hit} for place, hit in enumerate(hits.sum(1).tolist())]
         if times == 1:
-            metrics["first_question"] = float(hits[:, 0].mean())
-            metrics |= _attention(lm, made, vocabulary, task)
-    details = {**asdict(task), "samples": rows, "seed": seed}
-    return Result("recall", lm.name, metrics, kept, provenance(**details, **settings_of_lm(lm)))
+            attention = [*_attention(lm, made, vocabulary, task), *({} for _ in range(ATTENDED, rows))]
+            first = [
+                {"experiment": "recall_first", "example": place, "right": float(right), **of}
+                for place, (right, of) in enumerate(zip(hits[:, 0], attention, strict=True))
+            ]
+    return Result("recall", kept + first, {"chance": 1 / task.pairs})
 
 
 def _hits(lm: LanguageModel, rows: RecallRows) -> np.ndarray:
@@ -71,18 +114,19 @@ def _hits(lm: LanguageModel, rows: RecallRows) -> np.ndarray:
     return np.take_along_axis(guesses, rows.answers - 1, axis=1) == right
 
 
-def _attention(lm: LanguageModel, rows: RecallRows, vocabulary: RecallVocabulary, task: RecallTask) -> dict[str, float]:
-    found: dict[str, list[float]] = {}
+def _attention(
+    lm: LanguageModel, rows: RecallRows, vocabulary: RecallVocabulary, task: RecallTask
+) -> Iterator[dict[str, float]]:
     for ids, source in zip(rows.ids[:ATTENDED], rows.sources[:ATTENDED, 0], strict=True):
         noise = torch.from_numpy(_noise(ids[: task.context], vocabulary))
         layers = lm.last_row_attention(torch.from_numpy(ids[None, : task.context + 1]))
         heads = [_shares(layer, int(source), noise) for layer in layers]
         means = [_shares(layer.mean(0, keepdim=True), int(source), noise) for layer in layers]
-        for name, shares in (("", heads), ("_mean_map", means)):
-            for part, place in (("answer", 0), ("noise", 1)):
-                found.setdefault(part + name, []).append(torch.cat([of[place] for of in shares]).mean().item())
-        found.setdefault("best_head_answer", []).append(max(of[0].max().item() for of in heads))
-    return {name: float(np.mean(values)) for name, values in found.items()}
+        yield {
+            part + name: torch.cat([of[place] for of in shares]).mean().item()
+            for name, shares in (("", heads), ("_mean_map", means))
+            for part, place in (("answer", 0), ("noise", 1))
+        } | {"best_head_answer": max(of[0].max().item() for of in heads)}
 
 
 def _noise(context: np.ndarray, vocabulary: RecallVocabulary) -> np.ndarray:

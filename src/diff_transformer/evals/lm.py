@@ -15,7 +15,10 @@ from torch import Tensor
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from diff_transformer.checks import require_known, require_positive
-from diff_transformer.data.evaluation_text import SPLITS, load_rows
+from diff_transformer.data.corpus import Corpus
+from diff_transformer.data.evaluation_text import SPLITS, led, load_haystack, load_rows, text_length
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.tokenizer import encode_all, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
@@ -82,11 +85,12 @@ class CausalLM:
         name: the model's name in results.
         batch_size: most prompts or rows per forward pass.
         path: the folder or the name on the hub that the model was read from; "" if it was not read.
+        data: the ``TrainingData`` of the run that trained it: experiments read its held-out text, not ``corpus``.
     """
 
-    def __init__(self, model, tokenizer, name: str, batch_size: int = 32, path: str = ""):
+    def __init__(self, model, tokenizer, name: str, batch_size: int = 32, path: str = "", data: Any = None):
         require_positive(batch_size=batch_size)
-        self.path = path
+        self.path, self.data = path, data
         self.model, self.tokenizer, self.name, self.batch_size = model.eval(), tokenizer, name, batch_size
 
     @property
@@ -283,12 +287,30 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
         ValueError: if ``lm`` does not support rows so long, or the text has fewer.
     """
     check_length(lm, settings.length, "a row")
+    data = getattr(lm, "data", None)
+    if data is not None:
+        return spread_rows(data.corpus, lm.tokenizer, settings.length, count), "validation"
     split = measured_split(lm, settings.split, "any")
     return load_rows(settings.corpus, lm.tokenizer, settings.length, count, seed=settings.seed, split=split)
 
 
+def spread_rows(corpus: Corpus, tokenizer: Any, length: int, count: int) -> Tensor:
+    """At most ``count`` rows of ``length`` tokens, spread evenly over the held-out text: int64 ``[rows, length]``."""
+    text = PackedCorpus.from_documents(corpus.validation, tokenizer, text_length(length, tokenizer), shuffle=False)
+    return led(torch.from_numpy(text.spread(count)), leading_ids(tokenizer))
+
+
+def haystack(lm: Any, settings: Any, length: int) -> tuple[Filler, str]:
+    """``load_haystack`` for prompts of at most ``length`` tokens, for an experiment's ``corpus`` and ``split``."""
+    data = getattr(lm, "data", None)
+    if data is not None:
+        return Filler(data.corpus.validation), "validation"
+    split = measured_split(lm, settings.split, "any")
+    return load_haystack(settings.corpus, lm.tokenizer, length, split=split)
+
+
 def text_details(settings: Any, part: str) -> dict:
-    """Facts about the text for a result's provenance: ``side``, and a ``note`` if the held-out text did not suffice and
+    """Facts about the text for a result's provenance: ``part``, and a ``note`` if the held-out text did not suffice and
     training text of the corpus was measured too.
 
     Args:
@@ -296,9 +318,9 @@ def text_details(settings: Any, part: str) -> dict:
         part: as ``load_rows`` and ``load_haystack`` return it.
     """
     if part != "all" or settings.split == "all":
-        return {"side": part}
+        return {"part": part}
     note = f"the held-out text of {settings.corpus!r} is too small, so training text of the corpus is measured too"
-    return {"side": part, "note": f"{note}; --split held-out refuses instead, --split all asks for it"}
+    return {"part": part, "note": f"{note}; --split held-out refuses instead, --split all asks for it"}
 
 
 def settings_of_lm(lm: Any) -> dict:

@@ -11,7 +11,6 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import numpy as np
 from torch import Tensor
 
 from diff_transformer.checks import require_positive
@@ -20,8 +19,7 @@ from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import CHUNK, position_losses
-from diff_transformer.evals.lm import CausalLM, max_positions, measured_split, settings_of_lm
-from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.lm import CausalLM, max_positions, measured_split
 from diff_transformer.evals.samples import CHANGES_NOTHING, Samples
 from diff_transformer.evals.types import Result
 
@@ -55,7 +53,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     split = measured_split(lm, settings.split, "all")
     part, documents = next(documents_of(settings.corpus, split))
     result = evaluate_long_nll(lm, documents, settings, samples)
-    result.provenance.update(corpus=settings.corpus, side=part)
+    result.about["part"] = part
     return result
 
 
@@ -65,13 +63,13 @@ def evaluate_long_nll(
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
-    """Mean negative log-likelihood in nats per token over the first n positions of books, n = 1, 2, 4 ... ``length``.
+    """The negative log-likelihood of the first ``length`` positions of books, in nats.
 
     Position n predicts token n + 1 of a book from the n before it; token n, if the tokenizer puts tokens in front.
 
-    ``metrics``: ``nll{n}`` (cumulative, mean over books), ``books``. ``rows``, one per book: ``book`` (its name),
-    ``tokens`` (its length), ``sums`` and ``counts`` by bin. Bin i holds the positions above ``edges[i]`` up to
-    ``edges[i + 1]``; ``edges`` (four bins per doubling) are in the provenance.
+    Returns:
+        A row for each book and bin of positions (four bins per doubling): ``end``, its last position, and the ``sum``
+        and ``count`` of its losses.
 
     Raises:
         ValueError: for sizes that are not positive, a length that the model does not support unless ``allow_beyond``,
@@ -96,11 +94,12 @@ def evaluate_long_nll(
             rows.append({"book": name, "tokens": tokens, **binned(losses, edges)})
         return rows
 
-    rows = (samples or Samples()).rows("books", chosen, score)
-    details = {
-        "length": length, "edges": edges, "chunk": chunk, "allow_beyond": allow_beyond, "documents": len(documents),
-    }  # fmt: skip
-    return Result("long_nll", lm.name, _metrics(rows, edges), rows, provenance(**details, **settings_of_lm(lm)))
+    rows = [
+        {"example": book["book"], "end": end, "sum": total, "count": count}
+        for book in (samples or Samples()).rows("books", chosen, score)
+        for end, total, count in zip(edges[1:], book["sums"], book["counts"], strict=True)
+    ]
+    return Result("long_nll", rows, {"length": length, "books": len(chosen), "documents": len(documents)})
 
 
 def bin_edges(length: int) -> list[int]:
@@ -114,12 +113,6 @@ def binned(losses: Tensor, edges: Sequence[int]) -> dict[str, list]:
     """Sums and counts of ``losses [T]`` between the edges, without losses beyond the last edge."""
     parts = [losses[low:high].double() for low, high in itertools.pairwise(edges)]
     return {"sums": [part.sum().item() for part in parts], "counts": [len(part) for part in parts]}
-
-
-def cumulative(rows: Sequence[dict]) -> np.ndarray:
-    """For each book, the mean loss from its first position to the upper edge of each bin: ``[books, bins]``."""
-    sums = np.array([row["sums"] for row in rows], dtype=float).cumsum(1)
-    return sums / np.array([row["counts"] for row in rows], dtype=float).cumsum(1)
 
 
 def _long_enough(
@@ -141,12 +134,3 @@ def _long_enough(
             f"longest {longest}; give a smaller length or a corpus of longer texts (books)"
         )
     return chosen
-
-
-def _metrics(rows: list[dict], edges: list[int]) -> dict[str, float]:
-    means = cumulative(rows).mean(0)
-    whole = edges[-1]
-    powers = {
-        edge: mean for edge, mean in zip(edges[1:], means, strict=True) if edge & (edge - 1) == 0 or edge == whole
-    }
-    return {**{f"nll{edge}": float(mean) for edge, mean in powers.items()}, "books": float(len(rows))}

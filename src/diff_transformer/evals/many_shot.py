@@ -25,7 +25,7 @@ from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
-from diff_transformer.evals.lm import CausalLM, max_positions, settings_of_lm
+from diff_transformer.evals.lm import CausalLM, max_positions
 from diff_transformer.evals.prompts import (
     asked_details,
     best_of,
@@ -36,7 +36,6 @@ from diff_transformer.evals.prompts import (
     without_special,
     worded,
 )
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -87,19 +86,15 @@ def evaluate_many_shot(
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
-    """Accuracy by the number of examples, and by their order at the largest number.
+    """Answers by the number of examples, and by their order at the largest number.
 
     A smaller set of examples is the beginning of a larger one, and all orders of a number are of the same examples.
     Test texts are never among them.
 
-    ``metrics``: ``shots{k}`` (accuracy, mean over random orders) and ``tokens{k}`` (mean tokens of a prompt with its
-    answer) for each number k; at the largest, for each kind of order, ``{order}_seed{i}``, ``{order}_mean``,
-    ``{order}_best``, ``{order}_worst`` and ``{order}_margin`` (best - worst); ``labels``, ``chance`` (1 / labels), and
-    ``ties`` (share of questions without a single best label).
-
-    ``rows``: prompt (the question), expected, got, score, tied (labels with the best score), logprobs (of each label in
-    the order of the provenance's ``labels``), shots, order, order_seed, tokens. The first row of each order also has
-    ``examples``: the text before every question of that order.
+    Returns:
+        A row for each question: prompt (the question), expected, got, score, tied (labels with the best score),
+        logprobs (of each label, in the order of ``labels`` in ``about``), shots, order, order_seed, tokens (of the
+        prompt with its answer). The first row of each order also has ``examples``: the text before its questions.
 
     Raises:
         ValueError: for sizes that are not positive, an unknown order, prompts that the model does not support, or a
@@ -121,18 +116,8 @@ def evaluate_many_shot(
         for order in orders if largest else ("random",):
             for order_seed in range(order_seeds if largest else curve_seeds):
                 rows += _ask(task, count, order, order_seed, samples)
-    details = {
-        "data": data.name, "labels": list(data.labels), "training_texts": len(task.pool), "questions": settings.samples,
-        "shots": counts, "curve_seeds": curve_seeds, "order_seeds": order_seeds, "orders": list(orders),
-        "seed": settings.seed, "ties": "share of right labels among the tied",
-    }  # fmt: skip
-    return Result(
-        "many_shot",
-        lm.name,
-        _metrics(rows, counts, orders, len(data.labels)),
-        rows,
-        provenance(**details, **asked_details(*asked), **settings_of_lm(lm)),
-    )
+    about = {"data": data.name, "labels": list(data.labels), "chance": 1 / len(data.labels), "shots": counts}
+    return Result("many_shot", rows, about | {"training_texts": len(task.pool), **asked_details(*asked)})
 
 
 class _Task:
@@ -263,8 +248,8 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
         return rows
 
     part = f"{count} shots, {order} order {order_seed}"
-    first, *others = samples.rows(part, task.questions, score, batch_size=max(1, lm.batch_size))
-    return [{**first, "examples": examples}, *others]
+    rows = [*enumerate(samples.rows(part, task.questions, score, batch_size=max(1, lm.batch_size)))]
+    return [{"example": place, **row, **({} if place else {"examples": examples})} for place, row in rows]
 
 
 def _examples_end(task: _Task, examples: str, contexts: list[list[int]]) -> int:
@@ -272,23 +257,3 @@ def _examples_end(task: _Task, examples: str, contexts: list[list[int]]) -> int:
     before = [] if task.chat else leading_ids(task.lm.tokenizer)
     alone = [*before, *encode(task.lm.tokenizer, task.prompt(examples), special=task.chat).tolist()]
     return max(1, common_prefix([alone, *contexts]))
-
-
-def _metrics(rows: list[dict], counts: list[int], orders: Sequence[str], labels: int) -> dict[str, float]:
-    metrics = {"labels": float(labels), "chance": 1 / labels, "ties": float(np.mean([row["tied"] > 1 for row in rows]))}
-    for count in counts:
-        mine = [row for row in rows if row["shots"] == count]
-        random = [row["score"] for row in mine if row["order"] == "random"] or [row["score"] for row in mine]
-        metrics[f"shots{count}"] = float(np.mean(random))
-        metrics[f"tokens{count}"] = float(np.mean([row["tokens"] for row in mine]))
-    for order in orders:
-        by_seed: dict[int, list[float]] = {}
-        for row in rows:
-            if row["shots"] == counts[-1] and row["order"] == order:
-                by_seed.setdefault(row["order_seed"], []).append(row["score"])
-        accuracies = {order_seed: float(np.mean(scores)) for order_seed, scores in by_seed.items()}
-        metrics |= {f"{order}_seed{order_seed}": value for order_seed, value in accuracies.items()}
-        metrics[f"{order}_mean"] = float(np.mean(list(accuracies.values())))
-        metrics[f"{order}_best"], metrics[f"{order}_worst"] = max(accuracies.values()), min(accuracies.values())
-        metrics[f"{order}_margin"] = metrics[f"{order}_best"] - metrics[f"{order}_worst"]
-    return metrics

@@ -13,13 +13,12 @@ order asked (``numbers_said``). Each city has one number, so the chance of a gue
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from diff_transformer.checks import require_known, require_positive, require_whole_percents
-from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
     DEPTHS,
@@ -38,13 +37,11 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import (
     LanguageModel,
     check_length,
-    measured_split,
+    haystack,
     rows_at_once,
-    settings_of_lm,
     text_details,
 )
 from diff_transformer.evals.prompts import asked_details, check_asking, special_spellings, templated, worded
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -99,11 +96,9 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     lengths = settings.lengths or (settings.length,)
     require_positive(**{f"lengths[{i}]": each for i, each in enumerate(settings.lengths)})
     check_length(lm, max(lengths), "the longest prompt with its answer")
-    filler, part = load_haystack(
-        settings.corpus, lm.tokenizer, max(lengths), split=measured_split(lm, settings.split, "any")
-    )
+    filler, part = haystack(lm, settings, max(lengths))
     result = evaluate_needle(lm, filler, settings, samples)
-    result.provenance.update(asdict(settings), **text_details(settings, part))
+    result.about.update(text_details(settings, part))
     return result
 
 
@@ -165,15 +160,10 @@ def evaluate_needle(
     settings: Settings = Settings(),
     samples: Samples | None = None,
 ) -> Result:
-    """Accuracy by (N, R), by length and by depth.
+    """A row for each prompt: ``n``, ``r``, ``length``, ``depth``, the whole prompt, ``score``, the share of right
+    numbers, and ``tokens``, the prompt's length with the tokens that the tokenizer puts in front (BOS).
 
     ``settings`` without those of the text, which ``filler`` has; ``samples``: progress, limit and resumption.
-
-    ``metrics``: ``n{N}_r{R}_depth{percent}`` and their mean ``n{N}_r{R}``, the share of right numbers;
-    ``all_n{N}_r{R}``, the share of examples with every number right, and ``partial_n{N}_r{R}``, with at least one. With
-    several lengths these are means over lengths, and each length also has its own: ``n{N}_r{R}_len{tokens}``,
-    ``n{N}_r{R}_len{tokens}_depth{percent}``, and so on. ``chance`` is the score of guessing. ``rows`` hold the whole
-    prompt and ``tokens``, its length with the tokens that the tokenizer puts in front (BOS).
 
     Raises:
         ValueError: for a length in which the needles do not fit, or that the model does not support.
@@ -194,7 +184,7 @@ def evaluate_needle(
             prefix=prefix, asking=asking,
         )  # fmt: skip
     low, high = number_range(digits)
-    rows = []
+    rows: list[dict] = []
     for needles, queries in settings.cells:
         for each in lengths:
             for depth in depths:
@@ -202,10 +192,8 @@ def evaluate_needle(
                 part = f"n{needles}_r{queries}_len{each}_depth{round(100 * depth)}"
                 score = _scorer(lm, filler, cell, prefix)
                 rows += samples.rows(part, range(settings.samples), score, batch_size=rows_at_once(lm, each))
-    metrics = {"chance": 1.0 / (high - low), **needle_metrics(rows)}
-    details = {"length": max(lengths), "lengths": list(lengths), "samples": settings.samples, "digits": digits}
-    details |= {"seed": settings.seed, **asking.details()}
-    return Result("needle", lm.name, metrics, rows, provenance(**details, **settings_of_lm(lm)))
+    about = {"length": max(lengths), "lengths": list(lengths), "chance": 1.0 / (high - low), **asking.details()}
+    return Result("needle", rows, about)
 
 
 @dataclass(frozen=True)
@@ -250,32 +238,13 @@ def _scorer(lm: LanguageModel, filler: Filler, cell: _Cell, prefix: int) -> Call
         for example, text in zip(examples, texts, strict=True):
             right = cell.asking.right(text, example)
             rows.append({
-                "needles": cell.needles, "queries": cell.queries, "length": cell.length, "depth": cell.depth,
+                "n": cell.needles, "r": cell.queries, "length": cell.length, "depth": cell.depth,
                 "tokens": prefix + example.num_tokens, "prompt": example.prompt,
                 "expected": example.expected_completion, "got": text, "score": right / cell.queries,
             })  # fmt: skip
         return rows
 
     return score
-
-
-def needle_metrics(rows: Sequence[dict]) -> dict[str, float]:
-    """Metrics of ``evaluate_needle`` from its rows."""
-    metrics: dict[str, float] = {}
-    several = len({row["length"] for row in rows}) > 1
-    for needles, queries in dict.fromkeys((row["needles"], row["queries"]) for row in rows):
-        here = [row for row in rows if (row["needles"], row["queries"]) == (needles, queries)]
-        groups = {f"n{needles}_r{queries}": here}
-        for length in dict.fromkeys(row["length"] for row in here) if several else ():
-            groups[f"n{needles}_r{queries}_len{length}"] = [row for row in here if row["length"] == length]
-        for cell, group in groups.items():
-            for depth in dict.fromkeys(row["depth"] for row in group):
-                at_depth = [row["score"] for row in group if row["depth"] == depth]
-                metrics[f"{cell}_depth{round(100 * depth)}"] = float(np.mean(at_depth))
-            metrics[cell] = float(np.mean([row["score"] for row in group]))
-            metrics[f"all_{cell}"] = float(np.mean([row["score"] == 1.0 for row in group]))
-            metrics[f"partial_{cell}"] = float(np.mean([row["score"] > 0 for row in group]))
-    return metrics
 
 
 def check_needle_fits(

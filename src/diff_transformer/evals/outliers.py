@@ -7,7 +7,7 @@ histogram whose bins are at most 0.4 % wide.
 import base64
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -15,8 +15,7 @@ from torch import Tensor
 
 from diff_transformer.checks import require_positive
 from diff_transformer.evals.attention_tap import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
-from diff_transformer.evals.lm import CausalLM, check_length, settings_of_lm, text_details, text_rows
-from diff_transformer.evals.provenance import provenance
+from diff_transformer.evals.lm import CausalLM, check_length, text_details, text_rows
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -50,7 +49,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
     ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_outliers(lm, ids, samples=samples)
-    result.provenance.update(asdict(settings), **text_details(settings, part))
+    result.about.update(text_details(settings, part))
     return result
 
 
@@ -96,9 +95,11 @@ class Magnitudes:
         index = int(torch.searchsorted(total, (total[-1] + 1) // 2))
         return float(torch.tensor((index << _CUT) + (1 << (_CUT - 1)), dtype=torch.int32).view(torch.float32))
 
-    def metrics(self, prefix: str, ranks: Iterable[int] = RANKS) -> dict[str, float]:
-        ranked = {f"{prefix}_top{k}": float(self.top[k - 1]) for k in ranks if k <= len(self.top)}
-        return {**ranked, f"{prefix}_median": self.median()}
+    def rows(self, kind: str, layer: int = -1, ranks: Iterable[int] = RANKS) -> list[dict]:
+        """The largest by rank, and as rank 0 the median, as rows of ``outliers_top``."""
+        ranked = {k: float(self.top[k - 1]) for k in ranks if k <= len(self.top)} | {0: self.median()}
+        same = {"experiment": "outliers_top", "kind": kind, "layer": layer}
+        return [{**same, "example": f"{kind} {layer} {k}", "k": k, "value": value} for k, value in ranked.items()]
 
     def state(self) -> list[str]:
         """The state as two short strings."""
@@ -123,10 +124,11 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples:
     Logits are ``q k^T / sqrt(d)`` of every unmasked pair, for differential attention of both maps. At most ``block`` of
     them are held at a time, so memory is O(T). Layer outputs are the residual stream after each layer.
 
-    ``metrics``: ``logits_top{k}`` and ``hidden_top{k}`` for k = 1, 2, 3, 10, 100, ``logits_median`` and
-    ``hidden_median``; for differential attention also by map, ``logits_first_...`` and ``logits_second_...``; and
-    ``logits_layer{i}_top1``, ``_median``, ``hidden_layer{i}_top1``, ``_median``. ``rows`` hold ``logits_top1`` and
-    ``hidden_top1`` of each row of tokens.
+    Returns:
+        A row for each row of tokens: ``logits_top1``, ``hidden_top1`` and both medians. The table ``outliers_top`` has
+        the k-th largest value over all rows for k = 1, 2, 3, 10, 100, and as k = 0 the median, by ``kind``: "logits",
+        of differential attention also "first" and "second" by map, and "hidden"; and of each ``layer`` the largest and
+        the median (layer -1: of all).
 
     Raises:
         ValueError: for a model whose attention cannot be read, or rows longer than it supports.
@@ -140,23 +142,22 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples:
             kind, layer = name.split()
             table.setdefault((kind, int(layer)), Magnitudes()).merge(Magnitudes.of_state(state))
     rows = [{key: value for key, value in row.items() if key != "state"} for row in kept]
-    tokens = len(rows) * ids.shape[1]
-    metrics = {**outlier_metrics(table), "tokens": float(tokens)}
-    details = {"tokens": tokens, "length": ids.shape[1], **settings_of_lm(lm)}
-    return Result("outliers", lm.name, metrics, rows, provenance(**details))
+    about = {"tokens": len(rows) * ids.shape[1], "length": ids.shape[1]}
+    return Result("outliers", rows + ranked(table), about)
 
 
-def outlier_metrics(table: Table) -> dict[str, float]:
-    """Metrics of ``evaluate_outliers`` from the magnitudes of each kind and layer."""
-    metrics = {**_merged(table, "first", "second").metrics("logits"), **_merged(table, "hidden").metrics("hidden")}
+def ranked(table: Table) -> list[dict]:
+    """The rows of ``outliers_top`` from the magnitudes of each kind and layer."""
+    rows = [*_merged(table, "first", "second").rows("logits"), *_merged(table, "hidden").rows("hidden")]
     if any(kind == "second" for kind, _ in table):
-        for kind in ("first", "second"):
-            metrics |= _merged(table, kind).metrics(f"logits_{kind}")
+        rows += [row for kind in ("first", "second") for row in _merged(table, kind).rows(kind)]
     for layer in sorted({layer for _, layer in table}):
         here = {key: value for key, value in table.items() if key[1] == layer}
-        metrics |= _merged(here, "first", "second").metrics(f"logits_layer{layer}", (1,))
-        metrics |= _merged(here, "hidden").metrics(f"hidden_layer{layer}", (1,))
-    return metrics
+        rows += [
+            *_merged(here, "first", "second").rows("logits", layer, (1,)),
+            *_merged(here, "hidden").rows("hidden", layer, (1,)),
+        ]
+    return rows
 
 
 def _merged(table: Table, *kinds: str) -> Magnitudes:
@@ -174,7 +175,7 @@ def _scorer(lm: CausalLM, ids: Tensor, block: int) -> Callable[[list[int]], list
             table = measure(lm, ids[number : number + 1], block)
             both, hidden = _merged(table, "first", "second"), _merged(table, "hidden")
             rows.append({
-                "row": number, "logits_top1": float(both.top[0]), "hidden_top1": float(hidden.top[0]),
+                "example": number, "logits_top1": float(both.top[0]), "hidden_top1": float(hidden.top[0]),
                 "logits_median": both.median(), "hidden_median": hidden.median(),
                 "state": {f"{kind} {layer}": found.state() for (kind, layer), found in table.items()},
             })  # fmt: skip

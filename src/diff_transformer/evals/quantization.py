@@ -14,7 +14,7 @@ Both maps of differential attention are quantised. The softmax and everything af
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -32,16 +32,15 @@ from diff_transformer.evals.lm import (
     check_length,
     first_of_text,
     rows_at_once,
-    settings_of_lm,
     text_details,
     text_rows,
 )
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 BITS = (16, 8, 6, 4)
 GRANULARITIES = ("tensor", "head", "row")
+_CHOICE = {"experiment": "quantization_choice"}
 
 
 @dataclass(frozen=True)
@@ -80,7 +79,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     if settings.rows:
         ids, part = text_rows(lm, settings, settings.rows)
     result = evaluate_quantization(lm, tasks, ids, settings, samples)
-    result.provenance.update(asdict(settings), **text_details(settings, part))
+    result.about.update(text_details(settings, part))
     return result
 
 
@@ -99,11 +98,10 @@ def evaluate_quantization(
         settings: ``bits`` and ``granularity``. Granularities "head" and "tensor" depend on the tokens that one call
             computes, so the context is read in one pass and each ending in another.
 
-    ``metrics``: for each number of bits ``accuracy_{bits}bit`` (per character), ``accuracy_plain_{bits}bit`` (total),
-    ``loss_{bits}bit`` (nats per token); for each but the largest, the change from it: ``accuracy_{bits}bit_change``,
-    ``loss_{bits}bit_change``; ``chance``, the accuracy of guessing; ``truncated``, the share of tasks whose context
-    lost its beginning to fit the model (rows: ``cut``, in tokens); and ``skipped``, if there are any, the number of
-    tasks with an ending too long for the model (rows: ``skipped``, the reason).
+    Returns:
+        For each number of bits, a row for each row of text with its mean ``loss``; in the table ``quantization_choice``
+        a row for each task: ``score`` by the log-probability per character, ``plain`` by the total, ``cut``, the tokens
+        that the context lost at its beginning to fit the model, or ``skipped``, why an ending is too long for it.
 
     Raises:
         ValueError: for bits outside 2 to 16, an unknown granularity, a row of text longer than the model supports, or
@@ -130,8 +128,8 @@ def evaluate_quantization(
             rows += samples.rows(part, range(len(ids)), score, batch_size=size)
     if tasks and not any("cut" in row for row in rows):
         raise UserError(next(row["skipped"] for row in rows if "skipped" in row))
-    details = {"bits": list(bits), "granularity": granularity, "tasks": len(tasks), **settings_of_lm(lm)}
-    return Result("quantization", lm.name, quantization_metrics(rows, tasks), rows, provenance(**details))
+    chance = sum(1 / len(task.choices) for task in tasks) / len(tasks) if tasks else None
+    return Result("quantization", rows, {"bits": list(bits), "tasks": len(tasks), "chance": chance})
 
 
 def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
@@ -186,7 +184,7 @@ def _choice_scorer(
         rows: list[dict] = []
         split = {}
         for place, (number, task) in enumerate(numbered):
-            rows.append({"bits": bits, "prompt": task.question, "score": None})
+            rows.append({**_CHOICE, "example": number, "bits": bits, "prompt": task.question, "score": None})
             try:
                 split[place] = split_task(lm, task)
             except TooLong as error:
@@ -195,7 +193,7 @@ def _choice_scorer(
         with quantised():
             logprobs = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
         for (place, (_, _, cut)), found in zip(split.items(), logprobs, strict=True):
-            rows[place] = {**_row(numbered[place][1], found, bits), "cut": cut}
+            rows[place] |= {**_row(numbered[place][1], found), "cut": cut}
         return rows
 
     return score
@@ -232,11 +230,11 @@ def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[
     return context[:start] + context[start + cut :], endings, cut
 
 
-def _row(task: MultipleChoiceItem, logprobs: list[float], bits: int) -> dict:
+def _row(task: MultipleChoiceItem, logprobs: list[float]) -> dict:
     normalised = [value / len(choice) for value, choice in zip(logprobs, task.choices, strict=True)]
     got, plain = int(np.argmax(normalised)), int(np.argmax(logprobs))
     return {
-        "bits": bits, "prompt": task.question, "expected": task.choices[task.answer], "got": task.choices[got],
+        "expected": task.choices[task.answer], "got": task.choices[got],
         "score": float(got == task.answer), "plain": float(plain == task.answer), "logprobs": logprobs,
     }  # fmt: skip
 
@@ -247,28 +245,9 @@ def _loss_scorer(
     def score(numbers: list[int]) -> list[dict]:
         with quantised():
             losses = lm.token_losses(ids[numbers])[:, first_of_text(lm, ids) - 1 :].double().mean(1)
-        return [{"bits": bits, "row": n, "loss": loss} for n, loss in zip(numbers, losses.tolist(), strict=True)]
+        return [{"example": n, "bits": bits, "loss": loss} for n, loss in zip(numbers, losses.tolist(), strict=True)]
 
     return score
-
-
-def quantization_metrics(rows: Sequence[dict], tasks: Sequence[MultipleChoiceItem] = ()) -> dict[str, float]:
-    """Metrics of ``evaluate_quantization`` from its rows."""
-    metrics: dict[str, float] = {}
-    every = sorted({row["bits"] for row in rows}, reverse=True)
-    for name, key in (("accuracy", "score"), ("accuracy_plain", "plain"), ("loss", "loss")):
-        means = {b: [row[key] for row in rows if row["bits"] == b and row.get(key) is not None] for b in every}
-        found = {bits: float(np.mean(values)) for bits, values in means.items() if values}
-        metrics |= {f"{name}_{bits}bit": value for bits, value in found.items()}
-        if found and name != "accuracy_plain":
-            base = found[max(found)]
-            metrics |= {f"{name}_{b}bit_change": value - base for b, value in found.items() if b != max(found)}
-    if tasks:
-        metrics["chance"] = float(np.mean([1 / len(task.choices) for task in tasks]))
-        metrics["truncated"] = float(np.mean([row["cut"] > 0 for row in rows if "cut" in row]))
-        skipped = sum("skipped" in row for row in rows if row["bits"] == every[0])
-        metrics |= {"skipped": float(skipped)} if skipped else {}
-    return metrics
 
 
 def _check(bits: Sequence[int], granularity: str) -> None:

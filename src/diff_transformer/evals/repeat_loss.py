@@ -16,12 +16,9 @@ from torch import Tensor
 from diff_transformer.checks import require_positive
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import take_bytes
-from diff_transformer.data.evaluation_text import led, text_length
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
-from diff_transformer.data.packing import PackedCorpus, pack_documents
-from diff_transformer.data.tokenizer import leading_ids
-from diff_transformer.evals.lm import LanguageModel, check_length, first_of_text, rows_at_once, settings_of_lm
-from diff_transformer.evals.provenance import provenance
+from diff_transformer.data.packing import pack_documents
+from diff_transformer.evals.lm import LanguageModel, check_length, first_of_text, rows_at_once, spread_rows
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -52,18 +49,21 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     """Loss by slice with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")
-    corpus = load_corpus(settings.corpus)
-    room = text_length(settings.length, lm.tokenizer)
-    held_out = PackedCorpus.from_documents(corpus.validation, lm.tokenizer, room, shuffle=False)
+    data = getattr(lm, "data", None)
+    if data is not None:
+        corpus, seen = data.corpus, data.text.tokens()
+    else:
+        corpus = load_corpus(settings.corpus)
+        seen = pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer)
     result = evaluate_associative_recall(
         lm,
-        led(torch.from_numpy(held_out.spread(settings.samples)), leading_ids(lm.tokenizer)),
-        pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer),
+        spread_rows(corpus, lm.tokenizer, settings.length, settings.samples),
+        seen,
         n=settings.ngram,
         frequent_share=settings.frequent_share,
         samples=samples,
     )
-    result.provenance["corpus"] = corpus.description()
+    result.about["corpus"] = corpus.description()
     return result
 
 
@@ -84,9 +84,9 @@ def evaluate_associative_recall(
         frequent_share: an n-gram with a larger share of the training text is no AR-Hit.
         samples: progress, limit and resumption.
 
-    ``metrics``: ``validation`` (all tokens), ``perplexity``, ``ar_hit`` and ``others`` (each only if it has tokens),
-    ``ar_hit_share``. ``rows``, one per row of text: ``loss``, and the sum and count of each slice. The provenance holds
-    ``n`` and ``frequent_above``, the number of occurrences above which an n-gram is frequent.
+    Returns:
+        A row for each row of text: ``loss``, and the sum and count of each slice. ``about`` has ``frequent_above``, the
+        number of occurrences above which an n-gram is frequent.
     """
     require_positive(n=n, frequent_share=frequent_share)
     vocab_size = 1 + max(int(tokens.max(initial=0)) for tokens in (training_tokens, ids.numpy()))
@@ -101,7 +101,7 @@ def evaluate_associative_recall(
         losses = lm.token_losses(part)[:, first - 1 :].double()
         rows = []
         for row, loss, hit in zip(batch, losses, hits, strict=True):
-            entry = {"row": row, "loss": loss.mean().item()}
+            entry = {"example": row, "loss": loss.mean().item()}
             for name, where in (("ar_hit", hit), ("others", ~hit)):
                 entry[f"{name}_sum"], entry[f"{name}_count"] = loss[where].sum().item(), int(where.sum())
             rows.append(entry)
@@ -109,19 +109,5 @@ def evaluate_associative_recall(
 
     batch_size = rows_at_once(lm, ids.shape[1])
     rows = (samples or Samples()).rows("rows", range(len(ids)), score, batch_size=batch_size)
-    details = {
-        "n": n, "frequent_above": threshold, "frequent_share": frequent_share, "frequent_ngrams": len(frequent),
-        "tokens": len(rows) * ids.shape[1], "length": ids.shape[1],
-    }  # fmt: skip
-    return Result("associative_recall", lm.name, slice_metrics(rows), rows, provenance(**details, **settings_of_lm(lm)))
-
-
-def slice_metrics(rows: list[dict]) -> dict[str, float]:
-    """Metrics of ``evaluate_associative_recall`` from its rows."""
-    sums = {name: sum(row[f"{name}_sum"] for row in rows) for name in ("ar_hit", "others")}
-    counts = {name: sum(row[f"{name}_count"] for row in rows) for name in ("ar_hit", "others")}
-    predicted = sum(counts.values())
-    total = sum(sums.values()) / predicted
-    slices = {name: sums[name] / counts[name] for name in sums if counts[name]}
-    shares = {"ar_hit_share": counts["ar_hit"] / predicted}
-    return {"validation": total, "perplexity": float(np.exp(total)), **shares, **slices}
+    about = {"n": n, "frequent_above": threshold, "frequent_share": frequent_share, "frequent_ngrams": len(frequent)}
+    return Result("associative_recall", rows, about | {"tokens": len(rows) * ids.shape[1], "length": ids.shape[1]})

@@ -1,25 +1,20 @@
-"""``Result``: what every experiment returns; ``lab/tidy.py`` makes rows of it."""
+"""``Result``: what every experiment returns."""
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of one experiment on one model.
+    """The rows of one experiment on one model; ``lab/quantities.py`` makes numbers of them.
 
     Attributes:
-        eval: name of the experiment.
-        model: name of the model under test.
-        metrics: the cells of the paper's table.
-        rows: one dictionary an example (prompt, expected, got, score, ...).
-        provenance: resolved settings, seed, commit, device, dtype, versions, date.
+        experiment: its name.
+        rows: one dictionary an example, with the columns of ``lab.rows.TABLES`` and texts (prompt, expected, got).
+            ``example`` names it, by default its place; sides are paired by it. A row of another table than that of the
+            experiment has its name in ``experiment``; without a model to measure, rows say theirs in ``side``.
+        about: settings, and facts that were found out, as the number of texts.
     """
 
-    eval: str
-    model: str
-    metrics: dict[str, float]
-    rows: list[dict] = field(default_factory=list)
-    provenance: dict = field(default_factory=dict)
-
-    def to_dict(self) -> dict:
-        return asdict(self)
+    experiment: str
+    rows: list[dict]
+    about: dict = field(default_factory=dict)

@@ -6,6 +6,7 @@ times the models in turns, judges the claims, and writes the report.
 
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 import os
@@ -26,10 +27,9 @@ from diff_transformer.lab.announce import announced_runs
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
-from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, write_rows
+from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, rows_of, write_rows
 from diff_transformer.lab.sides import PAIR, SOURCE
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
-from diff_transformer.lab.tidy import rows_of
 from diff_transformer.lab.verdicts import Verdicts
 from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.card import label_of
@@ -226,8 +226,7 @@ def read_comparison(out: Path) -> Rows:
     small.frames = {
         name: frame.assign(setting=setting)
         for name, frame in small.frames.items()
-        if name == EXPLORER
-        or (name.startswith(RECALL) or name not in (*CURVES, "gradients", "model", "about", "metric"))
+        if name == EXPLORER or (name.startswith(RECALL) or name not in (*CURVES, "gradients", "model", "about"))
     }
     if len(small[f"{RECALL}_curve"]):  # not that of a main run whose mixture has recall
         main.frames.pop(f"{RECALL}_curve", None)
@@ -276,7 +275,8 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
         raise MemoryError(first_line(error)) from None
     finally:
         torch.set_num_threads(threads)
-    write_rows(path, [each for result in results for each in rows_of(result, result.model, setting=config.name)])
+    rows = [rows_of(of.experiment, of.rows, of.about, side, setting=config.name) for side, of in results.items()]
+    write_rows(path, itertools.chain.from_iterable(rows))
 
 
 def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:

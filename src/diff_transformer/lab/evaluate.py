@@ -14,7 +14,7 @@ by its entry point in the group ``diff_transformer.experiments``; ``examples/my_
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
 from importlib.metadata import entry_points
@@ -25,11 +25,11 @@ from typing import TYPE_CHECKING, Any
 from diff_transformer.checks import differences, read_json, require_known, require_seed
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.evals.lm import load_lm
+from diff_transformer.evals.lm import load_lm, settings_of_lm
+from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
-from diff_transformer.evals.types import Result
-from diff_transformer.lab.rows import ENDING, REQUEST, write_rows
-from diff_transformer.lab.tidy import rows_of
+from diff_transformer.lab.record import Record, records_of
+from diff_transformer.lab.rows import ENDING, REQUEST, Rows, rows_of, write_rows
 from diff_transformer.lab.user_code import load_file
 from diff_transformer.model.card import label_of
 from diff_transformer.model.loading import fingerprint
@@ -49,9 +49,10 @@ EXPERIMENTS = {  # in the order of the paper
     "outliers": "Table 5: largest attention logits and hidden states",
     "quantization": "Figure 8: quantised attention logits",
     "associative_recall": "Table 6: loss where the context can be recalled, and elsewhere",
+    "recall": "key-value recall in noise, at the trained length and beyond",
     "gradient_flow": "Appendix F: magnitudes of gradients, in a model and in its pair",
 }
-_MODULES = {"associative_recall": "repeat_loss"}  # where the name is another
+_MODULES = {"associative_recall": "repeat_loss", "recall": "kv_recall"}  # where the name is another
 GROUP = "diff_transformer.experiments"  # of entry points
 
 
@@ -116,7 +117,7 @@ def run_eval(
     resume: bool = False,
     bar: "Bar | None" = None,
     identity: tuple[str, int, str] | None = None,
-) -> Result:
+) -> Record:
     """Run one experiment on one model and write its rows to ``out``; finished samples are kept beside it until then.
 
     Args:
@@ -132,7 +133,7 @@ def run_eval(
             folder, else its name.
 
     Returns:
-        The metrics of the paper's table, a row for each example, and their provenance.
+        The record of the model: its rows, and the numbers that are made of them (``metrics``).
 
     Raises:
         UserError: for an unknown experiment or setting, a run to resume that had other settings, an ``out`` that exists
@@ -158,10 +159,12 @@ def run_eval(
     journal = out.with_name(out.name + ".samples.jsonl")
     samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
     result = module.run(lm, settings, samples)
-    result = replace(result, provenance=result.provenance | about)
-    write_rows(out, rows_of(result, *(identity or _identity(result.model, about.get("path", "")))))
+    facts = provenance(**settings_of_lm(lm), **asdict(settings)) | result.about | about
+    who = identity or _identity("" if lm is None else lm.name, about.get("path", ""))
+    rows = [*rows_of(result.experiment, result.rows, facts, *who)]
+    write_rows(out, rows)
     samples.done()
-    return result
+    return records_of(Rows(rows))[0]
 
 
 def _about(lm: "CausalLM | None") -> dict[str, Any]:
@@ -212,12 +215,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One experiment on one model: its file, the result if it was measured by this call, or the error."""
+    """One experiment on one model: its file, the record if it was measured by this call, or the error."""
 
     name: str
     model: str | None
     path: Path
-    result: Result | None = None
+    record: Record | None = None
     error: str | None = None
 
 
@@ -298,8 +301,8 @@ def run_suite(
                     lm.name = str(label)
                 show = bar(f"{name} {label or ''}".strip()) if bar else None
                 settings = settings_for(plan, name)
-                result = run_eval(name, lm, settings, path, limit=plan.limit, resume=resume, bar=show)
-                outcomes.append(Outcome(name, label, path, result))
+                record = run_eval(name, lm, settings, path, limit=plan.limit, resume=resume, bar=show)
+                outcomes.append(Outcome(name, label, path, record))
             except Exception as error:
                 if len(plan.names) == 1:
                     raise

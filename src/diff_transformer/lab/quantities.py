@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import diff_transformer.lab.paper as paper
-from diff_transformer.lab.rows import UNIT, Rows
+from diff_transformer.lab.rows import KEYS, TABLES, UNIT, Rows
 from diff_transformer.lab.stats import Average, Pairs, Reduce, average
 
 if TYPE_CHECKING:
@@ -73,6 +73,7 @@ class Quantity:
         untested: why the rows of a baseline cannot test the claim; "" where they can.
         ours: the paper does not make the claim; it stands apart and never counts among the paper's.
         computed: from the configuration, not measured.
+        ends: columns with the ends of its interval, where the experiment gives one.
     """
 
     id: str
@@ -92,6 +93,7 @@ class Quantity:
     untested: Callable[[Rows, str], str] | None = None
     ours: bool = False
     computed: bool = False
+    ends: tuple[str, str] | None = None
 
     @property
     def threshold(self) -> float:
@@ -120,6 +122,11 @@ class Quantity:
 
     def average(self, rows: Rows, side: str) -> Average:
         """Its number of one side, with an interval: over examples where it is a mean of scores, else over seeds."""
+        if self.ends:
+            frame = rows[self.experiment]
+            frame = self.of(frame) if self.of else frame
+            found = frame[frame["side"] == side].reindex(columns=[*self.columns, *self.ends]).to_numpy(float)
+            return Average(*found[0], 1, 1) if len(found) else average([])
         if self.reduce is mean:
             frame, (column,) = self.examples(rows)
             by_seed = [of.to_numpy(float) for _, of in frame[frame["side"] == side].groupby("seed")[column]]
@@ -161,11 +168,6 @@ def _last_step(frame: "pd.DataFrame") -> "pd.DataFrame":
     return last.assign(example=0)
 
 
-def _found(experiment: str, key: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """The number ``key`` of an experiment, which no function of its rows gives."""
-    return lambda frame: frame[(frame["of"] == experiment) & (frame["key"] == key)].assign(example=0)
-
-
 def loss_up_to(position: float) -> "Callable[[pd.DataFrame], pd.DataFrame]":
     """For each document, its mean loss over the first ``position`` tokens; none where no bin ends there."""
 
@@ -205,9 +207,13 @@ def _times_the_length(times: int) -> "Callable[[pd.DataFrame], pd.DataFrame]":
     return of
 
 
-def _cell(n: int, r: int) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+def _where(**values: object) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The rows whose columns have these values."""
+
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        return frame[(frame["n"] == n) & (frame["r"] == r)]
+        for column, value in values.items():
+            frame = frame[frame[column] == value]
+        return frame
 
     return of
 
@@ -217,7 +223,7 @@ def _orders(order: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
 
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
         frame = frame[frame["order"] == order]
-        frame = frame[frame["shots"] == frame["shots"].max()]
+        frame = frame[frame["shots"] == frame.groupby(["side", "seed"])["shots"].transform("max")]
         wide = frame.pivot_table(index=list(UNIT), columns="order_seed", values="score", sort=False)
         return wide.set_axis([f"order {seed}" for seed in wide], axis=1).reset_index()
 
@@ -285,7 +291,7 @@ def needle(n: int, r: int) -> Quantity:
     """The accuracy of ``r`` of ``n`` needles."""
     name = "1 needle" if n == 1 else f"{n} needles, {r} asked for"
     return Quantity(
-        f"needle_n{n}_r{r}", name, "accuracy", "higher", "needle", ("score",), of=_cell(n, r),
+        f"needle_n{n}_r{r}", name, "accuracy", "higher", "needle", ("score",), of=_where(n=n, r=r),
         claim="One needle is found as well (within 0.05)" if n == 1 else f"{name}: more of them found",
         paper=paper.needles((n, r)), source="Table 2", figure="needles", margin=0.05 if n == 1 else 0.0,
         untested=_finds_few if n == 1 else None,
@@ -309,10 +315,6 @@ def _outlier(kind: str, name: str) -> list[Quantity]:
                  reduce=largest_in_medians, claim=f"Smaller largest {name} beside the median", paper=medians,
                  source="Table 5", figure="outliers"),
     ]  # fmt: skip
-
-
-def _number(id: str, name: str, experiment: str, key: str, better: str = "", unit: str = "") -> Quantity:
-    return Quantity(id, name, unit, better, "metric", ("value",), of=_found(experiment, key))
 
 
 def _of_model(id: str, name: str, unit: str = "", computed: bool = True) -> Quantity:
@@ -378,9 +380,9 @@ _REGISTERED = [
              of=_steps_to_goal),
     *(Quantity(f"recall_{n}x", f"recall at {n} times the length", "accuracy", "higher", "recall", ("share",),
                of=_times_the_length(n)) for n in (2, 4)),
-    *(_number(f"recall_{key}", name, "recall", key, better) for key, name, better in (
-        ("first_question", "accuracy on the first question", "higher"), ("answer", "attention on the answer", "higher"),
-        ("noise", "attention on the noise", "lower"))),
+    Quantity("recall_first_question", "accuracy on the first question", "", "higher", "recall_first", ("right",)),
+    Quantity("recall_answer", "attention on the answer", "", "higher", "recall_first", ("answer",)),
+    Quantity("recall_noise", "attention on the noise", "", "lower", "recall_first", ("noise",)),
     *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))
       for key, words in (("median", "median"), ("largest", "largest"))),
     Quantity("gradient_spikes", "gradient spikes", "", "", "gradients", ("spikes",)),
@@ -398,8 +400,55 @@ OF_TABLES = (  # what tables of a study show
 )  # fmt: skip
 
 
+def numbers_of(experiment: str, rows: Rows) -> list[str]:
+    """The columns of numbers of an experiment that is not one of this package."""
+    frame = rows[experiment]
+    return [name for name in frame.select_dtypes(["number", "bool"]) if name not in KEYS and frame[name].notna().any()]
+
+
+def further(rows: Rows) -> list[Quantity]:
+    """Quantities whose tasks, sets or columns only the rows say: of harness, hallucination, gradient flow and scaling,
+    and of experiments that are not of this package."""
+    made = [
+        Quantity(f"harness_{task}_{shots:.0f}", f"{task}, {shots:.0f} shots", "accuracy", "", "harness", ("score",),
+                 of=_where(task=task, shots=shots))
+        for task, shots in rows["harness"][["task", "shots"]].drop_duplicates().itertuples(index=False)
+    ]  # fmt: skip
+    made += [
+        Quantity(f"hallucination_{name}", f"free of hallucination, {name}", "accuracy", "", "hallucination",
+                 ("score",), of=_where(set=name))
+        for name in rows["hallucination"]["set"].unique()
+    ]  # fmt: skip
+    made += [
+        Quantity(f"gradient_{state}_{part}", f"gradient of {part} ({state})", "root mean square", "", "gradient_flow",
+                 ("rms",), of=_over_layers(state, part))
+        for state, part in rows["gradient_flow"][["state", "part"]].drop_duplicates().itertuples(index=False)
+    ]  # fmt: skip
+    made += [
+        Quantity(f"scaling_{fit}_{column}", words.format(fit), "", "", "scaling", (column,), of=_where(fit=fit),
+                 ends=(f"{column}_low", f"{column}_high"))
+        for fit in rows["scaling"]["fit"].unique()
+        for column, words in (("exponent", "exponent of loss against {}"), ("ratio", "{} for equal loss, ratio"))
+        if column in rows["scaling"]
+    ]  # fmt: skip
+    others = [name for name in rows.experiments if name not in TABLES]
+    made += [
+        Quantity(f"{name}_{column}", f"{name} {column}".replace("_", " "), "", "", name, (column,))
+        for name in others
+        for column in numbers_of(name, rows)
+    ]
+    return made
+
+
+def _over_layers(state: str, part: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        return _where(state=state, part=part)(frame).groupby(list(UNIT), sort=False)["rms"].mean().reset_index()
+
+    return of
+
+
 def registered(rows: Rows) -> list[Quantity]:
-    """Every quantity of the registry, with the cells of needles that were evaluated."""
+    """Every quantity of the registry, with the cells of needles that were evaluated, and ``further`` ones."""
     cells = rows["needle"][["n", "r"]].drop_duplicates().sort_values(["n", "r"]).itertuples(index=False)
     needles = [needle(int(n), int(r)) for n, r in cells]
     made: list[Quantity] = []
@@ -408,4 +457,4 @@ def registered(rows: Rows) -> list[Quantity]:
             made.append(quantity)
         elif quantity.id == _NEEDLES:
             made += needles
-    return made
+    return made + further(rows)

@@ -43,6 +43,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
     "quantization_choice": ("bits", "score"),
     "long_nll": ("end", "sum", "count"),  # a row for each bin of positions of a document
     "recall": ("length", "hits", "questions"),
+    "recall_first": ("right", "answer", "noise"),  # the first question of a row
     "many_shot": ("shots", "order", "order_seed", "score"),
     "hallucination": ("set", "score"),
     "harness": ("task", "shots", "score"),
@@ -57,12 +58,13 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
     "gradients": ("median", "largest", "spikes"),
     "model": ("parameters", "flops_per_token", "kv_bytes_per_token", "intermediate_size"),
     "explorer": ("entry",),  # attention maps of one text
-    "metric": ("of", "key", "value"),  # a number of an experiment that is no function of its rows
+    "scaling": ("fit", "exponent", "ratio"),  # of a model: loss against "parameters" or "tokens"
+    "scaling_runs": ("fit", "x", "loss", "fitted"),
     "about": ("of", "key", "value"),  # a setting of the run ("run", "training"), or of an experiment
 }
 CURVES = ("training", "validation", "recall_curve", "needles_curve", "sources", "lambda")
 _TEXT = {"setting", "side", "experiment", "example", "kind", "of", "key", "order", "set", "task", "state", "part"}
-_TEXT |= {"source", "entry", "prompt", "expected", "got"}
+_TEXT |= {"source", "fit", "entry", "prompt", "expected", "got"}
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\ufffe\uffff]")
 
 
@@ -96,7 +98,7 @@ class Rows:
     @property
     def experiments(self) -> list[str]:
         """Names of the experiments that have rows."""
-        return [name for name, frame in self.frames.items() if len(frame) and name not in ("about", "metric")]
+        return [name for name, frame in self.frames.items() if len(frame) and name != "about"]
 
     @cached_property
     def sides(self) -> list[str]:
@@ -140,11 +142,6 @@ class Rows:
         frame = frame[frame["of"] == of].drop_duplicates("key")
         return dict(zip(frame["key"], frame["value"], strict=True))
 
-    def metric(self, of: str, key: str) -> "pd.DataFrame":
-        """A number of an experiment that is no function of its rows: a row for each model, column ``value``."""
-        frame = self["metric"]
-        return frame[(frame["of"] == of) & (frame["key"] == key)]
-
     def to_list(self) -> Iterator[dict]:
         """The rows as dictionaries, without the columns that are missing."""
         for frame in self.frames.values():
@@ -183,6 +180,30 @@ def row(
 ) -> dict[str, Any]:
     """A row: its key columns, and the columns of its experiment."""
     return dict(zip(KEYS, (setting, side, seed, data_seed, experiment, example), strict=True)) | columns
+
+
+def rows_of(
+    experiment: str, rows: Iterable[Mapping], about: Mapping[str, Any], side: str, seed: int = 0, setting: str = ""
+) -> Iterator[dict]:
+    """The rows of one measurement of one model.
+
+    Args:
+        rows, about: as ``evals.types.Result`` has them. A column called like a key column gets an underscore.
+        side, seed, setting: of the model; without a side, rows have theirs. ``seed`` is the training seed; the data
+            seed is that of ``about``.
+    """
+    data_seed = about["seed"] if isinstance(about.get("seed"), int) else 0
+    for place, values in enumerate(rows):
+        table, example = values.get("experiment", experiment), values.get("example", place)
+        given = ("experiment", "example") if side else ("experiment", "example", "side")
+        columns = {key: value for key, value in values.items() if key not in given}
+        columns = {f"{key}_" if key in KEYS else key: value for key, value in columns.items()}
+        yield {**row(table, side or values["side"], seed, setting, example=example, data_seed=data_seed), **columns}
+    for of, keys in (("model", ("path", "weights", "attention", "dtype")), (experiment, about)):
+        for key in keys:
+            if of == experiment or about.get(key):
+                fact = {"of": of, "key": key, "value": about[key]}
+                yield row("about", side, seed, setting, example=key, data_seed=data_seed, **fact)
 
 
 def encode(rows: Iterable[Mapping[str, Any]]) -> bytes:
@@ -259,7 +280,7 @@ def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
     for rows, identity in zip(parts, identities, strict=True):
         side = _longer(identity[1], *identity[3:], [*models[identity[:3]]])
         for of in _grouped(rows, ("experiment", "data_seed", "of")):
-            name = of[0]["of"] if of[0]["experiment"] in ("about", "metric") else of[0]["experiment"]
+            name = of[0]["of"] if of[0]["experiment"] == "about" else of[0]["experiment"]
             settings = _settings(rows, name)
             measurement = (*identity, of[0]["experiment"], name, of[0].get("data_seed", 0))
             first = seen.setdefault(measurement, settings)

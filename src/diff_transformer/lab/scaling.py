@@ -19,7 +19,6 @@ import numpy as np
 
 from diff_transformer.checks import require_extra
 from diff_transformer.errors import UserError
-from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.rows import Rows, read_rows
@@ -198,8 +197,9 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
         runs: with columns ``COLUMNS`` and ``part``: "final" for a finished run, "curve" for an earlier point.
 
     Returns:
-        ``metrics``: for each fit the exponents, and the ratio at equal loss (ours over the reference's) at the largest
-        run of ours whose match lies within the reference's runs. ``rows``: the runs of each fit with the fitted loss.
+        For each fit ("parameters", "tokens") and model a row with its ``exponent``; the row of ours also has ``ratio``,
+        its size over the reference's at equal loss, at the largest run of ours whose match lies within the reference's
+        runs, or ``ratio_extrapolated``. The table ``scaling_runs`` has the runs of each fit with the fitted loss.
 
     Raises:
         UserError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
@@ -211,7 +211,6 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
     for name in (ours, reference):
         if name not in known:
             raise UserError(f"no run of {name!r}; the table has: {', '.join(known) or 'none'}; set ours and reference")
-    metrics: dict[str, float] = {}
     rows: list[dict] = []
     refused: list[str] = []
     for fit, fixed in (("parameters", "tokens"), ("tokens", "parameters")):
@@ -224,24 +223,21 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
             for name, of in pair.items()
         }
         for name, of in pair.items():
-            metrics[f"{fit}_{name}_exponent"] = laws[name].exponent
             low, high = exponent_interval(laws[name])
-            if low is not None and high is not None:
-                metrics |= {f"{fit}_{name}_exponent_low": low, f"{fit}_{name}_exponent_high": high}
+            row = {"side": name, "fit": fit, "exponent": laws[name].exponent}
+            ratio = _ratio(laws[ours], laws[reference], sorted(of[fit].unique())) if name == ours else {}
+            rows.append({**row, "exponent_low": low, "exponent_high": high, **ratio})
+            run = {"experiment": "scaling_runs", "side": name, "fit": fit}
             rows += [
-                {"fit": fit, "model": name, "x": x, "loss": loss, "fitted": laws[name].loss(x)}
+                {**run, "x": x, "loss": loss, "fitted": laws[name].loss(x)}
                 for x, loss in zip(of[fit], of["loss"], strict=True)
             ]
-        metrics |= _ratio(fit, laws[ours], laws[reference], sorted(pair[ours][fit].unique()))
     if not rows:
         raise UserError(f"nothing to fit: {'; '.join(refused)}")
-    about = {"ours": ours, "reference": reference, "form": settings.form, "huber": settings.huber}
-    source = {"runs": settings.runs, "synthetic": settings.runs == SYNTHETIC, "note": "; ".join(refused) or None}
-    title = ", ".join(Path(table).stem for table in settings.runs.split(",")) or f"{ours} against {reference}"
-    return Result("scaling", title, metrics, rows, provenance(**about, **source))
+    return Result("scaling", rows, {"ours": ours, "reference": reference, "note": "; ".join(refused) or None})
 
 
-def _ratio(fit: str, ours: PowerLaw, reference: PowerLaw, sizes: Sequence[float]) -> dict[str, float]:
+def _ratio(ours: PowerLaw, reference: PowerLaw, sizes: Sequence[float]) -> dict[str, float]:
     """The ratio at our largest size whose match lies within the reference's runs, or beyond them if none does."""
     matches = [(x, reference.inverse(ours.loss(x))) for x in sizes]
     finite = [(x, there) for x, there in matches if math.isfinite(there)]
@@ -249,7 +245,7 @@ def _ratio(fit: str, ours: PowerLaw, reference: PowerLaw, sizes: Sequence[float]
     if not finite:
         return {}
     x, there = (within or finite)[-1]
-    key = f"{fit}_ratio" + ("" if within else "_extrapolated")
+    key = "ratio" if within else "ratio_extrapolated"
     made = {key: float(x / there), f"{key}_at": float(x)}
     low, high = ratio_interval(ours, reference, x)
     if low is not None and high is not None:

@@ -6,6 +6,7 @@ progress to ``FOLDER/status.json``, rows of each experiment to ``FOLDER/parts`` 
 when its input closes.
 """
 
+import dataclasses
 import json
 import os
 import shutil
@@ -19,14 +20,12 @@ from typing import Any
 
 from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.evals.types import Result
 from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
 from diff_transformer.lab.record import Record, load_run
 from diff_transformer.lab.rows import ENDING, FILE, read_file, row, write_rows
 from diff_transformer.lab.sides import SOURCE
 from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
-from diff_transformer.lab.tidy import rows_of, rows_of_curves
 from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics
@@ -111,7 +110,8 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
 
     config = spec.config
     lm = CausalLM(trained.model, trained.tokenizer, spec.name)
-    more = more_experiments(config)
+    own = CausalLM(trained.model, trained.tokenizer, spec.name, data=data)
+    settings = {**settings_of_run(config), **more_experiments(config)}
     for name in spec.measure:
         path = folder / PARTS / f"{name}{ENDING}"
         if path.exists():
@@ -121,10 +121,9 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
             filler = None if data.text is None else Filler(data.corpus.validation)
             entries = explorer_entries(lm, filler, config)
             write_rows(path, [row(EXPLORER, *spec.identity, example=i, entry=each) for i, each in enumerate(entries)])
-        elif name in (*PAIR_EVALS, RECALL):
-            write_rows(path, rows_of(_pair_eval(name, lm, data, config), *spec.identity))
         else:
-            run_eval(name, lm, more[name], path, resume=True, identity=spec.identity)
+            model = own if name in PAIR_EVALS else lm
+            run_eval(name, model, settings[name], path, resume=True, identity=spec.identity)
 
 
 def more_experiments(config: RunConfig) -> dict[str, Any]:
@@ -154,45 +153,25 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     return settings
 
 
-def _pair_eval(name: str, lm, data, config: RunConfig) -> Result:
-    """An experiment of ``PAIR_EVALS`` on held-out text of the run's own corpus, or ``RECALL`` on rows like its own."""
-    import torch
-
-    from diff_transformer.data.filler import Filler
-    from diff_transformer.data.packing import PackedCorpus
-    from diff_transformer.evals import allocation, needle
-    from diff_transformer.evals.kv_recall import LONGER, evaluate_recall
-    from diff_transformer.evals.outliers import evaluate_outliers
-    from diff_transformer.evals.repeat_loss import evaluate_associative_recall
-    from diff_transformer.train.training_data import recall_source
-
-    settings, length = config.evaluation, config.data.length
-    if name == RECALL:
-        source = recall_source(config, data.tokenizer)
-        longer = [times for times in LONGER if times * length <= lm.positions]
-        return evaluate_recall(lm, source.vocabulary, source.task, longer=longer, seed=settings.seed)
-    if name in ("associative_recall", "outliers"):
-        wanted = settings.loss_rows if name == "associative_recall" else settings.outlier_rows
-        held_out = PackedCorpus.from_documents(data.corpus.validation, data.tokenizer, length, shuffle=False)
-        rows = torch.from_numpy(held_out.spread(wanted))
-        if name == "outliers":
-            return evaluate_outliers(lm, rows)
-        return evaluate_associative_recall(
-            lm,
-            rows,
-            data.text.tokens(),
-            n=settings.ngram,
-            frequent_share=settings.frequent_share,
-        )
-    filler = Filler(data.corpus.validation)
-    same: dict[str, Any] = {"digits": config.data.needles.digits, "seed": settings.seed}
-    if name == "needle":
-        lengths = settings.needle_lengths or (length,)
-        return needle.evaluate_needle(
-            lm, filler, needle.Settings(cells=settings.needles, lengths=lengths, samples=settings.samples, **same)
-        )
-    same |= {"needles": settings.allocation_needles, "samples": settings.allocation_samples}
-    return allocation.evaluate_allocation(lm, filler, allocation.Settings(length=length - 4, **same))
+def settings_of_run(config: RunConfig) -> dict[str, Any]:
+    """The settings of ``PAIR_EVALS`` and ``RECALL`` for the model of a run."""
+    of, length = config.evaluation, config.data.length
+    corpus = next(iter(config.data.corpora), config.data.corpus)
+    needles = {"corpus": corpus, "digits": config.data.needles.digits, "seed": of.seed}
+    return {
+        "needle": settings_of("needle", {
+            **needles, "cells": of.needles, "lengths": of.needle_lengths or (length,), "samples": of.samples,
+        }),
+        "allocation": settings_of("allocation", {
+            **needles, "length": length - 4, "needles": of.allocation_needles, "samples": of.allocation_samples,
+        }),
+        "outliers": settings_of("outliers", {"corpus": corpus, "length": length, "samples": of.outlier_rows}),
+        "associative_recall": settings_of("associative_recall", {
+            "corpus": corpus, "length": length, "samples": of.loss_rows, "ngram": of.ngram,
+            "frequent_share": of.frequent_share,
+        }),
+        RECALL: settings_of(RECALL, {"length": length, "seed": of.seed, **dataclasses.asdict(config.data.recall)}),
+    }  # fmt: skip
 
 
 # ---- rows of the training
@@ -202,8 +181,7 @@ def _rows_of_training(
     spec: RunSpec, folder: Path, size: dict[str, Any], diverged: str | None, seconds: float
 ) -> Iterator[dict]:
     lines = read_metrics(folder / "run" / "metrics.jsonl")
-    if lines:
-        yield from rows_of_curves(training_curves(lines, spec.config.model), *spec.identity)
+    yield from rows_of_curves(lines, spec.config.model, *spec.identity)
     norms: dict[str, Any] = gradient_metrics([line["grad_norm"] for line in lines if "loss" in line])
     yield row("gradients", *spec.identity, **norms)
     if size:
@@ -214,44 +192,45 @@ def _rows_of_training(
             yield row("about", *spec.identity, example=key, of=of, key=key, value=value)
 
 
-def training_curves(lines: list[dict], model: dict) -> dict[str, dict]:
-    """The curves of a record from the lines of ``metrics.jsonl``; ``model`` are the fields of the model."""
+def rows_of_curves(lines: list[dict], model: dict, side: str, seed: int = 0, setting: str = "") -> Iterator[dict]:
+    """The rows of a run's curves, from the lines of its ``metrics.jsonl``; ``model`` are the fields of the model."""
+
+    def of(table: str, step: int, **columns: Any) -> dict:
+        return row(table, side, seed, setting, example=step, step=step, **columns)
+
     logged = [line for line in lines if "loss" in line]
     checked = [line for line in lines if "validation_loss" in line]
-    names = ("step", "loss", "grad_norm", "tokens_per_second")
-    curves: dict[str, dict] = {
-        "training": {name: [line[name] for line in logged] for name in names},
-        "validation": {"step": [x["step"] for x in checked], "loss": [x["validation_loss"] for x in checked]},
-    }
+    for line in logged:
+        yield of("training", line["step"], **{name: line[name] for name in ("loss", "grad_norm", "tokens_per_second")})
+    for line in checked:
+        yield of("validation", line["step"], loss=line["validation_loss"])
     for name in ("recall", "needles"):
-        asked = [line for line in lines if f"{name}_accuracy" in line]
-        if asked:
-            curves[name] = {
-                "step": [line["step"] for line in asked],
-                "accuracy": [line[f"{name}_accuracy"] for line in asked],
-            }
-    if sources := losses_by_source(logged, curves["validation"]["step"]):
-        curves["sources"] = sources
-    seen = [line for line in logged if line.get("lambda")]
-    if seen:
-        layers = [line["lambda"] for line in seen]
-        curves["lambda"] = {"step": [line["step"] for line in seen], "layers": layers, "init": _initial_lambdas(model)}
-    return curves
+        for line in lines:
+            if f"{name}_accuracy" in line:
+                yield of(f"{name}_curve", line["step"], accuracy=line[f"{name}_accuracy"])
+    for source, losses in losses_by_source(logged, [line["step"] for line in checked]).items():
+        for step, loss in losses.items():
+            yield of("sources", step, source=source, loss=loss)
+    init = _initial_lambdas(model) if any(line.get("lambda") for line in logged) else []
+    for line in logged:
+        for layer, value in enumerate(line.get("lambda") or ()):
+            yield of("lambda", line["step"], layer=layer, value=value, init=init[layer] if init else None)
 
 
-def losses_by_source(logged: list[dict], steps: list[int]) -> dict[str, list[float | None]]:
+def losses_by_source(logged: list[dict], steps: list[int]) -> dict[str, dict[int, float]]:
     """The training loss of each source of the mixture at each of ``steps``: its mean since the step before.
 
-    None if no batch had the source. Each batch has new needle and recall documents, and new text within the first
-    epoch, so the loss is on rows not seen before.
+    A step is left out if no batch had the source. Each batch has new needle and recall documents, and new text within
+    the first epoch, so the loss is on rows not seen before.
     """
-    curves: dict[str, list[float | None]] = {}
+    curves: dict[str, dict[int, float]] = {}
     for name in dict.fromkeys(name for line in logged for name in line.get("loss_by_source", {})):
-        curves[name] = []
+        curves[name] = {}
         for after, until in zip([-1, *steps], steps, strict=False):
             values = [line["loss_by_source"].get(name) for line in logged if after < line["step"] <= until]
             known = [value for value in values if value is not None]
-            curves[name].append(round(sum(known) / len(known), 5) if known else None)
+            if known:
+                curves[name][until] = round(sum(known) / len(known), 5)
     return curves
 
 

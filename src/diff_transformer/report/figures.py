@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import pandas as pd
 
 from diff_transformer.lab.paper import SAID
+from diff_transformer.lab.quantities import numbers_of
 from diff_transformer.lab.rows import Rows
 from diff_transformer.report.charts import Panel, Sides
 
@@ -205,6 +206,15 @@ def gradient_flow(rows: Rows, sides: Sides) -> list[Panel]:
     return [Panel(state, of, "rms", "part", log=True) for state, of in frame.groupby("state", sort=False)]
 
 
+@figure("scaling", "Loss by size", "Figure 3", "scaling_runs", "Runs of both models, and their fitted power laws.")
+def scaling(rows: Rows, sides: Sides) -> list[Panel]:
+    return [
+        Panel(f"{name.capitalize()} loss", of.rename(columns={"x": fit}), name, fit, "curve", True)
+        for fit, of in rows["scaling_runs"].groupby("fit", sort=False)
+        for name in ("loss", "fitted")
+    ]
+
+
 @figure("lambda", "Lambda, layer by layer", "Section 2.1", "lambda", "Lambda of each layer, and where it began.")
 def lambdas(rows: Rows, sides: Sides) -> list[Panel]:
     frame = rows["lambda"]
@@ -222,8 +232,8 @@ def throughput(rows: Rows, sides: Sides) -> list[Panel]:
     return [Panel(f"{title}, tokens a second", frame, y, "model") for title, y in ways.items()]
 
 
-def own(experiment: str, frame: pd.DataFrame) -> list[Panel]:
+def own(experiment: str, rows: Rows) -> list[Panel]:
     """Panels of an experiment that has no figure: the mean of each column of numbers."""
-    numbers = [name for name in frame.select_dtypes(["number", "bool"]) if name not in ("seed", "data_seed", "example")]
+    numbers, frame = numbers_of(experiment, rows), rows[experiment]
     made = frame.assign(all="all", **{name: frame[name].astype(float) for name in numbers})
-    return [Panel(name.replace("_", " "), made, name, "all") for name in numbers if made[name].notna().any()]
+    return [Panel(name.replace("_", " "), made, name, "all") for name in numbers]

@@ -36,6 +36,9 @@ _NO_EXPERIMENT = {
     "allocation_heads",
     "outliers_top",
     "quantization_choice",
+    "recall_first",
+    "scaling",
+    "scaling_runs",
 }
 
 
@@ -240,9 +243,9 @@ def _figures(rows: Rows, sides: dict[str, str], prefix: str, only: Sequence[str]
     ]
     known = {each.table for each in FIGURES} | _NO_EXPERIMENT
     for name in [name for name in rows.experiments if name not in known] if only is None else []:
-        if not own(name, rows[name]):
+        if not own(name, rows):
             continue
-        panels = lambda rows, sides, name=name: own(name, rows[name])  # noqa: E731
+        panels = lambda rows, sides, name=name: own(name, rows)  # noqa: E731
         made.append(
             _drawn(rows, sides, name, panels, f"{prefix}own{len(made)}", name, name.replace("_", " ").capitalize())
         )

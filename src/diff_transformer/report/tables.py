@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
-from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, Quantity, registered
+from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, Quantity, further, registered
 from diff_transformer.lab.rows import Rows
 from diff_transformer.lab.sides import BASELINE, name_of
 from diff_transformer.lab.stats import Average
@@ -33,7 +33,7 @@ def markdown(rows: Rows, quantities: Sequence[str] | None = None) -> str:
         if of.sides and "/" not in setting:
             title = f"**{setting}**\n\n" if setting else ""
             several = BASELINE in of.sides and len(of.sides) > 1
-            shown = _differences(of, chosen) if several else _values(of, chosen)
+            shown = (several and _differences(of, chosen)) or _values(of, chosen)
             parts.append(title + shown if shown else "")
     if not any(parts):
         raise UserError("these results have none of the quantities of a table; choose others with --quantity")
@@ -45,10 +45,11 @@ def _differences(rows: Rows, chosen: list[Quantity] | None) -> str:
         "| model | quantity | Transformer | model | difference (95 % CI) | seeds | p, Holm | verdict |",
         "|---" * 8 + "|",
     ]
+    every = [*(QUANTITIES[id] for id in OF_TABLES), *further(rows)]
     for side in rows.sides:
         if side == BASELINE:
             continue
-        for of in judge(rows, side, [BASELINE], chosen or [QUANTITIES[id] for id in OF_TABLES]).values():
+        for of in judge(rows, side, [BASELINE], chosen or every).values():
             verdict = of[BASELINE]
             difference, (theirs, ours) = verdict.difference, verdict.here
             ends = (
