@@ -18,8 +18,8 @@ def main(out: Path) -> None:
     source = out / "pair" / "members" / "softmax-seed0" / "run" / "model"
     for note in convert_folder(source, out / "converted", target="diff_v2"):  # the same outputs, two maps
         print(note)
-    result = run_eval("allocation", out / "converted", {"samples": 2}, out / "allocation.jsonl.gz", quick=True)
-    print(result.metrics["answer"], "of the attention is on the answer")
+    record = run_eval("allocation", out / "converted", {"samples": 2}, out / "allocation.jsonl.gz", quick=True)
+    print(record.metrics["answer"], "of the attention is on the answer")
 
 
 if __name__ == "__main__":

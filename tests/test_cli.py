@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import diff_transformer
 from diff_transformer.cli import app
-from diff_transformer.cli.measuring import shown_number
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.lab.record import load_records
 
@@ -74,14 +73,6 @@ def test_every_name_resolves():
 def test_version():
     out = in_a_process("--version")
     assert (out.returncode, out.stdout) == (0, f"diff-transformer {diff_transformer.__version__}\n")
-
-
-@pytest.mark.parametrize(
-    ("value", "shown"),
-    [(0.0, "0.0000"), (0.25, "0.2500"), (-3.0, "-3.0000"), (4.2e-14, "4.20e-14"), (-9e-4, "-9.00e-04")],
-)
-def test_small_numbers_are_printed_in_scientific_notation(value, shown):
-    assert shown_number(value) == shown
 
 
 def test_info():

@@ -110,6 +110,7 @@ def test_a_csv_table_may_have_units_and_other_names(tmp_path):
         ("model,tokens,loss\n", "has no parameters; needed"),
         ("model,parameters,tokens,loss\ndiff,big,1B,3\n", "line 2: parameters is 'big'; give a positive number"),
         ("model,parameters,tokens,loss\ndiff,1M,1B,-3\n", "line 2: loss is '-3'"),
+        ('model,parameters,tokens,loss\ndiff,"1,000,000",1B,"3,06"\n', "line 2: loss is '3,06'"),
     ],
 )
 def test_a_table_that_is_wrong_is_refused(tmp_path, text, words):

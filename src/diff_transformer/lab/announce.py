@@ -8,7 +8,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from diff_transformer.lab.evaluate import Plan, check_models, experiment, settings_for
-from diff_transformer.lab.sides import name_of
+from diff_transformer.lab.sides import SOURCE, name_of
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.model.card import label_of
 from diff_transformer.model.config import DiffTransformerConfig
@@ -30,7 +30,10 @@ def announced_runs(specs: Sequence[RunSpec], *, here: bool = True) -> str:
     """
     sides = list(dict.fromkeys(name_of(spec.side) for spec in specs))
     shown = ", ".join(sides) if len(sides) <= _SHOWN else f"{len(sides)} models"
-    tokens = [spec.config.train.steps * spec.config.train.batch_size * spec.config.data.length for spec in specs]
+    tokens = [
+        spec.config.train.steps * spec.config.train.batch_size * spec.config.data.length * (spec.side != SOURCE)
+        for spec in specs
+    ]
     words = f"{len(specs)} run{'s' * (len(specs) != 1)} ({shown}): {sum(tokens):,} tokens of training"
     if here and specs:
         flops = (training_flops(spec.config) * count for spec, count in zip(specs, tokens, strict=True))

@@ -10,6 +10,7 @@ The paper reads off 6.8B against 11B parameters (62.2 %), 7.8B against 13.1B (59
 """
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -320,10 +321,11 @@ def _from_csv(path: Path) -> "pd.DataFrame":
 
 
 def _count(text: object, where: str) -> float:
-    plain = str(text).strip().replace(",", "").replace("_", "").upper()
+    plain = str(text).strip().replace("_", "").upper()
     unit = _UNITS.get(plain[-1:], 1.0)
+    digits = re.sub(r",(?=\d{3}(?!\d))", "", plain.rstrip("KMBT"))  # 6,800 is a count, 3,06 a typing error
     try:
-        value = float(plain.rstrip("KMBT")) * unit
+        value = float(digits) * unit
     except ValueError:
         value = math.nan
     if not 0 < value < math.inf:

@@ -209,7 +209,7 @@ def gradient_flow(rows: Rows, sides: Sides) -> list[Panel]:
 @figure("scaling", "Loss by size", "Figure 3", "scaling_runs", "Runs of both models, and their fitted power laws.")
 def scaling(rows: Rows, sides: Sides) -> list[Panel]:
     return [
-        Panel(f"{name.capitalize()} loss", of.rename(columns={"x": fit}), name, fit, "curve", True)
+        Panel(f"{name.capitalize()} loss", of.rename(columns={"x": str(fit)}), name, str(fit), "curve", True)
         for fit, of in rows["scaling_runs"].groupby("fit", sort=False)
         for name in ("loss", "fitted")
     ]

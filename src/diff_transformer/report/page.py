@@ -143,6 +143,7 @@ class Section:
     """What the page has of one setting."""
 
     setting: str
+    place: str
     rows: Rows
     sides: dict[str, str]
     ours: str
@@ -215,7 +216,7 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
     values = [(q, of) for q, of in alone if any(found.examples for found in of.values())]
     shown = ("losses",) if brief else None
     return Section(
-        str(next((setting for setting in rows.settings if setting), "")), rows,
+        str(next((setting for setting in rows.settings if setting), "")), prefix, rows,
         {side: sides[side] for side in rows.sides}, ours, others, verdicts, plots, variants, values,
         _figures(rows, sides, prefix, shown),
     )  # fmt: skip

@@ -63,18 +63,22 @@ def _differences(rows: Rows, chosen: list[Quantity] | None) -> str:
                 name_of(side), verdict.quantity.name, number(theirs), number(ours),
                 f"{number(difference.mean, True)}{ends}", str(difference.seeds), adjusted, said,
             )  # fmt: skip
-            lines.append(f"| {' | '.join(cells)} |")
+            lines.append(_line(cells))
     return "\n".join(lines) if len(lines) > 2 else ""
+
+
+def _line(cells: Sequence[str]) -> str:
+    """A line of a table; a bar in a name does not end its cell."""
+    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
 
 
 def _values(rows: Rows, chosen: list[Quantity] | None) -> str:
     """A line a quantity: the number of each model, with its 95 % interval and number of examples."""
-    lines = [f"| quantity | {' | '.join(map(name_of, rows.sides))} |", "|---" * (len(rows.sides) + 1) + "|"]
+    lines = [_line(["quantity", *map(name_of, rows.sides)]), "|---" * (len(rows.sides) + 1) + "|"]
     for quantity in chosen or registered(rows):
         found = [quantity.average(rows, side) for side in rows.sides]
         if any(of.examples for of in found):
-            cells = [_cell(of) for of in found]
-            lines.append(f"| {quantity.name} | {' | '.join(cells)} |")
+            lines.append(_line([quantity.name, *map(_cell, found)]))
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

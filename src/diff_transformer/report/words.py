@@ -27,13 +27,15 @@ DEFINITIONS = {
 
 
 def number(value: float | None, sign: bool = False) -> str:
-    """A number with three decimals, fewer for large ones; a dash for none."""
+    """A number with three decimals, fewer for large ones, more for small ones; a dash for none."""
     if value is None or value != value:
         return "–"
     size = abs(value)
     digits = 0 if size >= 100 else 1 if size >= 10 else 3
     if 0 < size < 0.001:
         digits = 5
+    if 0 < size < 1e-5:
+        return f"{value:{'+' if sign else ''}.1e}".replace("-", "−")
     return f"{value:{'+' if sign else ''},.{digits}f}".replace("-", "−")
 
 
