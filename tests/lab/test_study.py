@@ -148,7 +148,7 @@ def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):
 
 def test_a_sweep_may_be_scored_by_another_number(texts, tmp_path):
     stage = sweep(texts, score=lambda record: -record.rows["recall_curve"]["accuracy"].iloc[-1])
-    keep(tmp_path, stage.specs({}), 0.3, 0.2, 0.4, 0.5, name="recall", key="accuracy")
+    keep(tmp_path, stage.specs({}), 0.3, 0.2, 0.4, 0.5, name="recall_curve", key="accuracy")
     assert best_rates(stage, {}, tmp_path) == {"diff": 1e-3, "softmax": 1e-2}
 
 
