@@ -223,12 +223,7 @@ def test_convert_llama_and_back(tmp_path):
         ),
         (
             ("eval", "scaling", "--quick", "--model", "nofolder", "--out", "x"),
-            "scaling takes no model, so --model would change nothing",
-        ),
-        (
-            ("eval", "scaling", "--set", "runs=/nowhere", "--dtype", "float32", "--model", "m", "--out", "x.json"),
-            "scaling takes no model, so --model, --dtype would change nothing; leave them out. --set accepts the "
-            "settings of scaling: runs, ours, reference, form, huber",
+            "scaling takes no model; leave --model out",
         ),
         (("info", "--length", "0"), "length is 0; it must be positive"),
         (("info", "--length", "64"), "--length and --attention are of one preset"),

@@ -1,7 +1,5 @@
 """The journal of an experiment: what is finished is not computed again, and another run's journal is refused."""
 
-import json
-
 import pytest
 
 from diff_transformer.errors import UserError
@@ -36,14 +34,6 @@ def test_an_interrupted_journal_goes_on_twice(tmp_path, cut):
     assert computed == [4]
     samples.done()
     assert not path.exists()
-
-
-def test_a_journal_of_the_first_version_goes_on(tmp_path):
-    path = tmp_path / "journal"
-    lines = [{"settings": {"length": 8, "depths": [0, 1]}}]
-    lines += [{"part": "squares", "index": i, "row": {"square": i * i}} for i in range(4)]
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"part": "squ')
-    assert rows(Samples(path, settings=SETTINGS, resume=True))[1] == [4]
 
 
 def test_another_journal_is_refused(tmp_path):

@@ -29,20 +29,6 @@ from diff_transformer.lab.record import load_records
 from diff_transformer.lab.rows import read_file
 
 
-@pytest.mark.parametrize("name", ["scaling"])
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"models": ["m"]}, "--model would"),
-        ({"models": [], "device": "cpu", "batch_size": 3}, "--device, --batch-size would"),
-        ({"models": [], "dtype": "float32"}, "--dtype would"),
-    ],
-)
-def test_what_is_of_a_model_is_refused_where_none_runs(name, options, said):
-    with pytest.raises(ValueError, match=f"{name} takes no model, so {said} change nothing; leave them out"):
-        check_models(Plan([name], **options))
-
-
 def test_models_beside_experiments_without_one():
     check_models(Plan(names_of("all", quick=True), ["m"], dtype="float32"))
     check_models(Plan(["scaling"], []))

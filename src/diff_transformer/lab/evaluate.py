@@ -239,26 +239,13 @@ def check_models(plan: Plan) -> None:
     """Check that models are given exactly where an experiment needs one.
 
     Raises:
-        ValueError: if a model is missing, or a model or an option about models is given to experiments without one.
+        UserError: if a model is missing, or is given to experiments without one.
     """
-    if any(_needs_model(name) for name in plan.names):
-        if not plan.models:
-            raise UserError("no model; give --model with a folder, a name on the hub or a preset")
-        return
-    given = {
-        "--model": bool(plan.models),
-        "--device": plan.device is not None,
-        "--dtype": plan.dtype is not None,
-        "--batch-size": plan.batch_size != Plan.batch_size,
-    }
-    refused = [option for option, is_given in given.items() if is_given]
-    if refused:
-        name = ", ".join(plan.names)
-        settings = ", ".join(field.name for field in fields(experiment(plan.names[0]).Settings))
-        raise UserError(
-            f"{name} takes no model, so {', '.join(refused)} would change nothing; leave them out. "
-            f"--set accepts the settings of {name}: {settings}"
-        )
+    needed = any(_needs_model(name) for name in plan.names)
+    if needed and not plan.models:
+        raise UserError("no model; give --model with a folder, a name on the hub or a preset")
+    if plan.models and not needed:
+        raise UserError(f"{', '.join(plan.names)} takes no model; leave --model out")
 
 
 def run_suite(

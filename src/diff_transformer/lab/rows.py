@@ -128,14 +128,6 @@ class Rows:
             made.frames[name] = pd.concat(parts, ignore_index=True) if parts else self[name]
         return made
 
-    def renamed(self, sides: Mapping[str, str]) -> "Rows":
-        """The rows with other names of sides."""
-        made = Rows()
-        made.frames = {
-            name: of.assign(side=of["side"].map(lambda s: sides.get(s, s))) for name, of in self.frames.items()
-        }
-        return made
-
     def about(self, of: str, **where: Any) -> dict[str, Any]:
         """The settings of the run ("run", "training"), or of an experiment; the first value of each."""
         frame = self.only(**where)["about"]

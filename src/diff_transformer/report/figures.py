@@ -10,8 +10,6 @@ from diff_transformer.lab.quantities import numbers_of
 from diff_transformer.lab.rows import Rows
 from diff_transformer.report.charts import Panel, Sides
 
-SHORT_RUN = 1000  # steps below which the rows of an ablation say nothing of the models
-
 
 @dataclass(frozen=True)
 class Figure:
