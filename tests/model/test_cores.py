@@ -321,3 +321,20 @@ def test_what_v3_and_a_gate_cost_at_3b():
 def test_rows_that_make_no_sense_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Variant(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"qk_clip": 0}, "qk_clip is 0; it must be positive"),
+        ({"rms_norm_eps": -1}, "rms_norm_eps is -1; it must be positive"),
+        ({"core": {"head_scale": [1.0, 2.0]}}, "head_scale has 2 values for 3 layers"),
+        ({"core": {"head_norm_init": [1.0, 2.0]}}, "head_norm_init has 2 values for 3 layers"),
+        ({"core": {"initial_ratio": "a"}}, "initial_ratio is 'a'; give a number"),
+        ({"core": {"factor": "no"}}, "factor is 'no'; give True or False"),
+        ({"core": "diff"}, "core is 'diff'; give a dictionary"),
+    ],
+)
+def test_wrong_values_are_refused(fields, message):
+    with pytest.raises(UserError, match=message):
+        DiffTransformerConfig(num_hidden_layers=3, **fields)

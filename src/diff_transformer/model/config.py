@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import GenerationConfig, PreTrainedConfig
 
-from diff_transformer.checks import did_you_mean, require_known
+from diff_transformer.checks import did_you_mean, require_known, require_positive
 from diff_transformer.errors import UserError
 from diff_transformer.model.heads import CORES, HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
 from diff_transformer.model.matching import VARIANTS, cost_matched
@@ -231,8 +231,10 @@ class DiffTransformerConfig(PreTrainedConfig):
         require_known("backend", self.backend, ("auto", *BACKENDS))
         require_known("hidden_act", self.hidden_act, ACTIVATIONS)
         head_dim = self.head_dim
+        require_positive(qk_clip=self.qk_clip, rms_norm_eps=self.rms_norm_eps)
+        _ = self.heads  # raises for an unknown variant, and for head counts that do not fit
         for name in ("head_norm_init", "head_scale"):
-            values = getattr(self, name)
+            values = (self.core or {}).get(name, getattr(self, name))
             if isinstance(values, list) and len(values) != self.num_hidden_layers:
                 raise UserError(
                     f"{name} has {len(values)} values for {self.num_hidden_layers} layers; give one number for all "
@@ -240,7 +242,6 @@ class DiffTransformerConfig(PreTrainedConfig):
                 )
         if head_dim is not None and head_dim % 2:
             raise UserError(f"head_dim is {head_dim}; rotary embedding needs an even width")
-        _ = self.heads  # raises for head counts that do not fit
 
     def _check_sizes(self):
         for name in _SIZES:

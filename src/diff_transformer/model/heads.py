@@ -71,6 +71,12 @@ class Variant:
         for name, accepted in _ACCEPTED.items():
             if (value := getattr(self, name)) not in accepted:
                 raise UserError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
+        for name in ("initial_ratio", "lambda_std", "lambda_depth_offset"):
+            if not isinstance(value := getattr(self, name), int | float | None):
+                raise UserError(f"{name} is {value!r}; give a number")
+        for name in ("factor", "subtract"):
+            if not isinstance(value := getattr(self, name), bool):
+                raise UserError(f"{name} is {value!r}; give True or False")
         for wrong, sentence in (
             (self.maps == 1 and (self.lam or self.gate == "first"), "lam and gate='first' need maps=2"),
             (self.maps == 2 and self.lam is None, "the second of two maps needs a weight: give lam"),
@@ -122,6 +128,8 @@ def variant_of(config: Any) -> Variant:
     """
     require_known("attention", config.attention, CORES)
     core = config.core or {}
+    if not isinstance(core, dict):
+        raise UserError(f"core is {core!r}; give a dictionary of parts, such as {{'gate': 'normed'}}")
     for name in core:
         require_known("field of core", name, _CHOICES)
     row = replace(CORES[config.attention], **core)

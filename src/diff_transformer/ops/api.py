@@ -58,7 +58,7 @@ def diff_attention(
         autocast, q, k and v are first cast to the autocast dtype, as SDPA does; lam is not.
 
     Raises:
-        UserError: an argument of a wrong type or dtype; shapes, head counts, devices or names that do not fit; a named
+        UserError: tensors of a wrong dtype; shapes, head counts, devices or names that do not fit; a named
             backend that cannot work here, cannot compute a needed gradient, or does not support forward-mode AD or a
             transform of torch.func (vmap, jvp, ...), where "auto" is "reference".
     """

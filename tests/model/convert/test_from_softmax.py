@@ -162,7 +162,8 @@ def test_a_llama_in_memory(randomise, ids):
     ("fields", "options", "message"),
     [
         ({"attention": "diff"}, {}, "attention='diff' already; give a softmax Transformer"),
-        ({"attention": "softmax", "softmax_head_norm": True}, {}, "softmax_head_norm is True"),
+        ({"attention": "softmax", "softmax_head_norm": True}, {}, "a norm, a gate or a scale"),
+        ({"attention": "softmax", "core": {"head_norm": "weighted"}}, {}, "a norm, a gate or a scale"),
         ({"attention": "softmax"}, {"lambda_init": 0.0}, "lambda_init is 0.0; .* at 0 the second map has no gradient"),
         ({"attention": "softmax"}, {"lambda_init": 1}, "lambda_init is 1; give a number between 0 and 1"),
         ({"attention": "softmax"}, {"lambda_init": float("nan")}, "lambda_init is nan"),

@@ -93,7 +93,7 @@ def test_what_is_differential_already_stays(saved):
     source = saved("Llama")
     diff_transformer.differentiate(AutoModelForCausalLM.from_pretrained(source)).save_pretrained(source)
     refused(source, "LlamaForCausalLM is differential already")
-    refused(source, "is a 'llama' model; accepted: ", "diff-transformer")
+    refused(source, "was made differential in place; it stays a 'llama' model", "diff-transformer")
 
 
 FACTS = "base_model: source\nlicense: other\nlicense_name: ours\n"

@@ -19,7 +19,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import diffllama, llama, motif
 from diff_transformer.model.convert.conversion import convert_model
 from diff_transformer.model.convert.from_softmax import to_differential
-from diff_transformer.model.differentiate import KINDS, check_start, differentiate, read
+from diff_transformer.model.differentiate import KINDS, check_start, differentiate, read, start_of
 from diff_transformer.model.loading import DTYPES, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
@@ -63,8 +63,8 @@ def convert_folder(
     Args:
         source: folder with safetensors and the model's settings.
         out: new folder for the converted model.
-        target: layout to write; or "diff" or "diff_v2", which make a softmax model differential with equal logits. A
-            decoder that no layout holds then keeps its class (``differentiate``).
+        target: layout to write; or "diff", "diff_v2" or "diff_v3", which make a softmax model differential with equal
+            logits. A decoder that no layout holds then keeps its class (``differentiate``).
         dtype: dtype of the written tensors except lambda vectors: "float32", "bfloat16" or "float16"; None keeps that
             of the source.
         lambda_init: initial lambda with ``target`` "diff", between 0 and 1.
@@ -89,6 +89,8 @@ def convert_folder(
     layout, settings = layout_of(source)
     in_place, write = target in KINDS and package_config(source) is None, None
     if layout is None and not in_place:
+        if settings.get("differential") is not None:
+            raise UserError(f"{source} was made differential in place; it stays a {settings['model_type']!r} model")
         titles = "; ".join(f"{name} ({each.title})" for name, each in LAYOUTS.items())
         raise UserError(f"{source} is a {settings.get('model_type')!r} model; accepted: {titles}")
     if layout == target:
@@ -179,5 +181,5 @@ def _differentiated(source: Path, kind: str, dtype: torch.dtype | None, lambda_i
     after = differentiate(model, kind, lambda_init).num_parameters()
     return model, [
         f"{source}: {type(model).__name__}, which stays; import diff_transformer before loading it",
-        f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%}); lambda starts at {lambda_init:g}",
+        f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%}); {start_of(kind, lambda_init)}",
     ]

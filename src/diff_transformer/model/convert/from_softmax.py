@@ -21,7 +21,8 @@ from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.conversion import Conversion, NamedTensors, convert_model, renamed
 from diff_transformer.model.convert.llama import from_llama
-from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice
+from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice, start_of
+from diff_transformer.model.heads import CORES
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
 
@@ -56,8 +57,11 @@ def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: 
     check_start(attention, lambda_init)
     if config.attention != "softmax":
         raise UserError(f"the model has attention={config.attention!r} already; give a softmax Transformer")
-    if config.softmax_head_norm:
-        raise UserError("softmax_head_norm is True; the converted heads have no norm, so that the logits would differ")
+    if config.variant != CORES["softmax"]:
+        raise UserError(
+            "the model's heads have a norm, a gate or a scale (softmax_head_norm, core, head_scale); converted heads "
+            "have none, so that the logits would differ"
+        )
     target, d, layers = copy.deepcopy(config), config.heads.head_dim, range(config.num_hidden_layers)
     target.attention, target.lambda_learned = attention, True
     twice = partial(each_head_twice, width=d)
@@ -86,7 +90,7 @@ def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: 
         yield from renamed(softmax, moves=moves)
         yield from new.items()
 
-    return Conversion(target, tensors, (f"lambda starts at {lambda_init:g} in every layer",))
+    return Conversion(target, tensors, (start_of(attention, lambda_init),))
 
 
 _SIZES = (
