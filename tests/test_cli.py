@@ -121,7 +121,7 @@ def test_one_experiment_into_a_folder(model, corpus, tmp_path):
     command = ("eval", "outliers", "--model", model, *sizes, "--out", path)
     out = cli(*command)
     assert out.returncode == 0, out.stderr
-    assert "logits_top1" in out.stdout
+    assert "largest attention logit" in out.stdout
     (record,) = load_records(path)
     assert (record.side, record.rows.experiments) == (model.name, ["outliers", "outliers_top"])
     assert {file.name for file in path.iterdir()} == {"outliers", "report.html", "request.json"}
@@ -181,7 +181,7 @@ def test_convert_llama_and_back(tmp_path):
     llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
     llama.save_pretrained(tmp_path / "llama")
     assert cli("convert", tmp_path / "llama", "--out", tmp_path / "ours").returncode == 0
-    back = cli("convert", tmp_path / "ours", "--from", "diff-transformer", "--to", "llama", "--out", tmp_path / "back")
+    back = cli("convert", tmp_path / "ours", "--to", "llama", "--out", tmp_path / "back")
     assert back.returncode == 0, back.stderr
     ids = torch.randint(0, 64, (1, 8))
     assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "back").eval()(ids).logits, llama(ids).logits)

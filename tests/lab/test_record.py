@@ -139,7 +139,7 @@ def test_the_same_file_twice_is_one_measurement(tmp_path):
     rows = [*of_eval("m", "x/m", "1"), row("about", "m", example="chance", of="recall", key="chance", value=0.5)]
     write_rows(tmp_path / "a.jsonl.gz", rows)
     twice = read_rows(tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.gz")
-    assert (len(twice["needle"]), len(twice.only(of="recall")["about"])) == (1, 1)
+    assert (len(twice["needle"]), len(twice.about("recall"))) == (1, 1)
 
 
 def test_columns_of_a_user_s_experiment_do_not_replace_the_keys():

@@ -87,7 +87,7 @@ def test_results_of_a_study_are_by_setting():
     ]
     page = render(Rows(rows))
     assert "<h1>2 settings, 3 models</h1>" in page
-    assert '<h2 id="small">' in page
+    assert '<h2 id="setting-' in page
     assert "sweep/lr1" not in page
 
 

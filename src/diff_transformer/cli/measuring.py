@@ -97,14 +97,15 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
         )
         if outcome.record:
             _print_note(outcome.name, outcome.record)
-            if len(plan.names) == 1:
-                print(markdown(outcome.record.rows))
     if any(outcome.error is None for outcome in outcomes):
         try:
             require_installed()
+            for outcome in outcomes:
+                if outcome.record and len(plan.names) == 1:
+                    print(markdown(outcome.record.rows))
             print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
-        except UserError as error:  # the results are there, and a page can be made of them anywhere
-            print(f"no page: {error}", file=sys.stderr)
+        except UserError as error:  # the results are there, and tables and a page can be made of them anywhere
+            print(f"no tables and no page: {error}", file=sys.stderr)
     return any(outcome.error for outcome in outcomes)
 
 

@@ -20,9 +20,11 @@ from diff_transformer.ops.cpu.library import LAMBDA_VECTORS, HeadOutput, Matrix,
 def can_decode(q: Tensor, k: Tensor, v: Tensor) -> bool:
     """True for a few queries [B, heads, T, D] over plain tensors in the CPU's memory, if nothing records, transforms
     or casts what is called here."""
+    if traced():  # before the length, on which an exported program must not depend
+        return False
     if q.shape[2] > MAX_DECODE_ROWS or not q.is_cpu or q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
         return False
-    if traced() or active_transform() is not None or _functions_replaced() or not available():
+    if active_transform() is not None or _functions_replaced() or not available():
         return False
     if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
         return False

@@ -110,7 +110,8 @@ def _save(ctx, inputs, output):
 def _differentiate(ctx, dout, *unused):
     if dout is None:
         return (None,) * (OPERANDS + 2)
-    tensors, saved = ctx.saved_tensors[:10], ctx.saved_tensors[10:]
+    unpacked = ctx.saved_tensors  # once: recomputation unpacks them no second time
+    tensors, saved = unpacked[:10], unpacked[10:]
     computed = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
     gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], computed, strict=True)]
     return *gradients, *(None,) * (OPERANDS - 5)
