@@ -15,7 +15,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -70,11 +70,16 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff\uff
 
 def clean(value: Any) -> Any:
     """The value, its strings without control characters and lone surrogates, which neither XML nor UTF-8 can hold."""
+    if isinstance(value, str):
+        return _clean_text(value)
     if isinstance(value, dict):
         return {clean(key): clean(of) for key, of in value.items()}
-    if isinstance(value, list):
-        return [clean(of) for of in value]
-    return _CONTROL.sub("\ufffd", value) if isinstance(value, str) else value
+    return [clean(of) for of in value] if isinstance(value, list) else value
+
+
+@lru_cache(maxsize=2**14)  # most texts are names, in every row
+def _clean_text(text: str) -> str:
+    return _CONTROL.sub("\ufffd", text)
 
 
 class Rows:
@@ -87,7 +92,7 @@ class Rows:
     def __init__(self, rows: Iterable[Mapping[str, Any]] = ()):
         by_experiment: dict[str, list[dict]] = defaultdict(list)
         for row in rows:
-            by_experiment[row["experiment"]].append({clean(key): clean(value) for key, value in row.items()})
+            by_experiment[row["experiment"]].append({_clean_text(key): clean(value) for key, value in row.items()})
         self.frames = {name: _frame(name, of) for name, of in by_experiment.items()}
 
     def __getitem__(self, experiment: str) -> "pd.DataFrame":
