@@ -19,7 +19,6 @@ from diff_transformer.bench.gate import is_timed, verdict
 from diff_transformer.bench.pair import ModelSetting, generation_rows
 from diff_transformer.bench.record import Options, free_memory
 from diff_transformer.bench.timing import Times, ceilings, ratio
-from diff_transformer.model.cores import pair_heads
 from diff_transformer.ops import available_backends, diff_attention, diff_attention_decode
 from diff_transformer.testing import assert_within_budget, eager_diff_attention
 
@@ -92,7 +91,7 @@ class Caches:
 
     def diff(self, cache: KeysValues, backend: str) -> Tensor:
         """Differential attention, [B, h, 1, 2d]."""
-        return diff_attention_decode(*pair_heads(self.q, cache.k), cache.v, self.lam, backend=backend)
+        return diff_attention_decode(*maps_of(self.q, cache.k), cache.v, self.lam, backend=backend)
 
     def softmax(self, cache: KeysValues, attention: Callable[..., Tensor]) -> Tensor:
         """Softmax attention with twice the heads, [B, 2h, 1, d]."""
@@ -108,10 +107,15 @@ class Caches:
     def _expected(self) -> tuple[Tensor, Tensor | None]:
         cache = self.all[0]
         q, k, v = (x[:GATED_SEQUENCES] for x in (self.q, cache.k, cache.v))
-        q1, q2, k1, k2 = pair_heads(q, k)
+        q1, q2, k1, k2 = maps_of(q, k)
         doubles = (x.double() for x in (q1, q2, k1, k2, v))
         exact = diff_attention(*doubles, self.lam, backend="reference")
         return exact, None if self.dtype == torch.float32 else eager_diff_attention(q1, q2, k1, k2, v, self.lam)
+
+
+def maps_of(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Views of the queries and keys of both maps, ``(q1, q2, k1, k2)``: heads 2i and 2i + 1."""
+    return q[:, 0::2], q[:, 1::2], k[:, 0::2], k[:, 1::2]
 
 
 def how_many(shape: DecodeShape, dtype: torch.dtype, device: str) -> int:

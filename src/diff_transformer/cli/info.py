@@ -12,6 +12,7 @@ from diff_transformer.model.config import matched_baseline
 from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import PRESETS, preset
+from diff_transformer.train.estimate import SHARE
 
 
 def pair_table(name: str, length: int | None = None, attention: str = "diff") -> Table:
@@ -126,10 +127,10 @@ def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
     chosen = next((what for what, used in needed.items() if used.gib <= room), None)
     tokens = run.train.batch_size * run.data.length
     flops = model_cost(config, length=run.data.length).training_flops_per_token * tokens
-    seconds = flops / (0.4 * gpus * BF16_PEAK_FLOPS["H100"])
+    seconds = flops / (SHARE * gpus * BF16_PEAK_FLOPS["H100"])
     lines = [
         f"{FILLED:.0%} of {memory:g} GiB may be used; the allocator takes 5 to 20 % more than these sums.",
-        f"A step computes for {seconds:.2f} s on H100s at 40 % of their peak.",
+        f"A step computes for {seconds:.2f} s on H100s at {SHARE:.0%} of their peak.",
     ]
     if chosen is not None:
         lines.append(f"It fits with train.activation_checkpointing={chosen}: {needed[chosen].gib:.1f} GiB.")

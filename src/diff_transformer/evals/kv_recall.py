@@ -29,6 +29,7 @@ from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
 ATTENDED = 32  # rows whose attention is read
+LONGER = (2, 4)  # multiples of the length
 
 
 @dataclass(frozen=True)
@@ -61,7 +62,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     vocabulary = recall_vocabulary(lm.tokenizer, settings.symbols, settings.noise_symbols)
     task = RecallTask(settings.length, settings.pairs, settings.questions, settings.distractors)
     task.check(vocabulary)
-    longer = [times for times in (2, 4) if times * settings.length <= (max_positions(lm) or math.inf)]
+    longer = [times for times in LONGER if times * settings.length <= (max_positions(lm) or math.inf)]
     rows = min(settings.samples, samples.limit or settings.samples)
     return evaluate_recall(lm, vocabulary, task, rows=rows, longer=longer, seed=settings.seed)
 
@@ -72,7 +73,7 @@ def evaluate_recall(
     task: RecallTask,
     *,
     rows: int = 256,
-    longer: Sequence[int] = (2, 4),
+    longer: Sequence[int] = LONGER,
     seed: int = Settings.seed,
 ) -> Result:
     """Accuracy over all questions of ``rows`` rows of ``task``, and the attention on the answer and on the noise.

@@ -139,18 +139,8 @@ class Rows:
         frame = frame[frame["of"] == of].drop_duplicates("key")
         return dict(zip(frame["key"], frame["value"], strict=True))
 
-    def to_list(self) -> Iterator[dict]:
-        """The rows as dictionaries, without the columns that are missing."""
-        for frame in self.frames.values():
-            for row in frame.to_dict("records"):
-                yield {key: value for key, value in row.items() if not _missing(value)}
-
     def __len__(self) -> int:
         return sum(map(len, self.frames.values()))
-
-
-def _missing(value: Any) -> bool:
-    return value is None or (isinstance(value, float) and math.isnan(value))
 
 
 def _frame(name: str, rows: list[dict]) -> "pd.DataFrame":

@@ -259,16 +259,6 @@ def is_plain(part: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
     return not (part._forward_hooks or part._forward_pre_hooks or _has_any_global_hook())
 
 
-def pair_heads(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Views of the two maps' queries and keys, ``(q1, q2, k1, k2)``: heads 2i and 2i+1 are the maps of head i.
-
-    ``q`` is ``[B, n, T, d]``; ``k`` is ``[B, m, S, d]`` or, in a static cache, pairs side by side,
-    ``[B, m / 2, S, 2d]``.
-    """
-    k1, k2 = _pairs(k) if k.shape[-1] == q.shape[-1] else k.chunk(2, dim=-1)
-    return *_pairs(q), k1, k2
-
-
 def _pairs(x: Tensor) -> tuple[Tensor, Tensor]:
     """x[:, 0::2] and x[:, 1::2], whose gradients are put together in one pass; those of slices take zeros and a sum."""
     B, n, length, width = x.shape

@@ -9,7 +9,7 @@ from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, diverged
 
 PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
-_COUNTED = {Outcome.FAILED: "did not hold", Outcome.UNDECIDED: "undecided"}
+_COUNTED = {Outcome.FAILED: "did not hold", Outcome.UNDECIDED: "stayed undecided"}
 _THAN = {
     Outcome.HELD: "better than", Outcome.FAILED: "worse than", Outcome.UNDECIDED: "not distinguishable from",
 }  # fmt: skip
