@@ -130,32 +130,6 @@ def test_a_cache_cut_back_is_the_shorter_cache(attention, window):
     torch.testing.assert_close(again, model(ids).logits[:, 10:], atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attention", [kind for kind in ATTENTIONS if kind != "dint"])
-def test_a_cache_laid_out_early_is_written_in_place(attention):
-    """Keys and values get the shape that the configuration tells transformers; nothing of that size is made later."""
-    model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    cache.early_initialization(2, 2, model.config.head_dim, torch.float32, torch.device("cpu"))
-    laid_out = [(layer.keys, layer.values) for layer in cache.layers]
-    held = {x.untyped_storage().data_ptr() for pair in laid_out for x in pair}
-    seen = []
-    for layer in model.model.layers:
-        attend = layer.self_attn.core.forward
-
-        def spy(q, k, v, *rest, attend=attend, **options):
-            seen.extend((k, v))
-            return attend(q, k, v, *rest, **options)
-
-        layer.self_attn.core.forward = spy
-    first = model(ids, past_key_values=cache, use_cache=True).logits
-    torch.testing.assert_close(first, model(ids, use_cache=False).logits, atol=1e-5, rtol=1e-5)
-    cached = seen[: 2 * len(cache.layers)]
-    assert {x.untyped_storage().data_ptr() for x in cached} == held
-    assert [(layer.keys.shape, layer.values.shape) for layer in cache.layers] == [
-        (k.shape, v.shape) for k, v in laid_out
-    ]
-
-
 @pytest.mark.parametrize("attention", ["diff", "softmax"])
 def test_streaming_gives_the_text_piece_by_piece(attention):
     model, tokenizer, pieces = make(attention), byte_tokenizer(), []

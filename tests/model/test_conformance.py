@@ -5,12 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
-)
+from transformers import AutoModelForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.model.heads import ATTENTIONS
@@ -43,21 +38,6 @@ def test_maps_are_returned_if_the_configuration_asks(attention, implementation, 
     assert model(tokens()).attentions is None
 
 
-@EVERY_VARIANT
-@pytest.mark.parametrize("use_cache", [False, True])
-def test_eager_gradients_reach_the_returned_maps(attention, use_cache):
-    model = model_of(attention)
-    model.set_attn_implementation("eager")
-    ids = tokens()
-    use_cache = use_cache and attention != "dint"
-    out = model(ids, output_attentions=True, output_attention_parts=False, use_cache=use_cache)
-    for layer in out.attentions:
-        layer.retain_grad()
-    out.logits.square().sum().backward()
-    assert all(layer.grad is not None and layer.grad.abs().max() > 0 for layer in out.attentions)
-    torch.testing.assert_close(out.logits, model(ids).logits, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("attention", ["diff", "diff_v3", "gated"])
 def test_early_exit_speculates_and_leaves_the_model_whole(attention):
     model, ids = model_of(attention), tokens(6, batch=1)
@@ -65,30 +45,6 @@ def test_early_exit_speculates_and_leaves_the_model_whole(attention):
     found = model.generate(ids, max_new_tokens=8, do_sample=False, assistant_early_exit=1)
     assert torch.equal(found, expected)
     assert model.config.num_hidden_layers == 2
-
-
-@EVERY_VARIANT
-@pytest.mark.parametrize(
-    ("auto", "shape"),
-    [
-        (AutoModelForSequenceClassification, (2, 3)),
-        (AutoModelForTokenClassification, (2, 9, 3)),
-        (AutoModelForQuestionAnswering, (2, 9)),
-    ],
-    ids=["sequence", "token", "question"],
-)
-def test_heads_of_other_tasks_are_made_saved_and_trained(attention, auto, shape, tmp_path):
-    config = preset("debug", attention=attention, pad_token_id=0)
-    config.num_labels = 3
-    model, ids = auto.from_config(config).eval(), tokens()
-    model.save_pretrained(tmp_path)
-    loaded = auto.from_pretrained(tmp_path)
-    found, expected = (m(ids) for m in (loaded, model))
-    name = "start_logits" if auto is AutoModelForQuestionAnswering else "logits"
-    assert found[name].shape == shape
-    assert torch.equal(found[name], expected[name])
-    found[name].sum().backward()
-    assert loaded.model.embed_tokens.weight.grad.abs().max() > 0
 
 
 class Logits(torch.nn.Module):
@@ -123,9 +79,8 @@ def test_a_saved_model_says_how_to_load_it(attention, tmp_path):
     model = model_of(attention)
     model.save_pretrained(tmp_path)
     card = (tmp_path / "README.md").read_text()
-    assert f"| parameters | {model.num_parameters():,} |" in card
     first = card.partition("\n# ")[2].splitlines()[2]
-    assert first.startswith("It needs the package (`pip install diff-transformer`)")
+    assert first.startswith("It needs the package: `pip install diff-transformer`.")
     code = card.partition("```python\n")[2].partition("```")[0].replace("FOLDER", str(tmp_path))
     names: dict = {}
     exec(code, names)

@@ -27,22 +27,18 @@ def chunks(model, ids, mask):
     model(ids[:, N // 2 :], attention_mask=mask, past_key_values=first.past_key_values, logits_to_keep=1)
 
 
-def generate(model, ids, mask, **cache):
-    model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0, **cache)
-
-
-def static(model, ids, mask):
-    generate(model, ids, mask, cache_implementation="static", disable_compile=True)
+def generate(model, ids, mask):
+    model.generate(ids, attention_mask=mask, max_new_tokens=2, do_sample=False, pad_token_id=0)
 
 
 @pytest.mark.skipif(not available(), reason="the CPU kernel is not built on this machine")
 @torch.no_grad()
 @pytest.mark.parametrize("attention", [kind for kind in ATTENTIONS if CORES[kind].maps == 2])
-@pytest.mark.parametrize("call", [padded, packed, chunks, generate, static], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("call", [padded, packed, chunks, generate], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("window", [None, 300])
 def test_no_memory_grows_with_the_square_of_the_length(call, attention, window):
-    if (window and (attention == "dint" or call is static)) or (attention == "dint" and call in (chunks, static)):
-        pytest.skip("dint has neither window nor cache, and a static cache with a window needs a complete mask")
+    if attention == "dint" and (window or call is chunks):
+        pytest.skip("dint has neither window nor cache")
     fields = {"max_position_embeddings": N + 8, "sliding_window": window}
     model = DiffTransformerForCausalLM(preset("debug", attention=attention, **fields)).eval()
     mask = torch.ones(1, N, dtype=torch.long)

@@ -69,17 +69,6 @@ def test_generation_begins_from_embeddings(attention):
     assert torch.equal(out, model.generate(ids, **options)[:, 6:])
 
 
-@CACHED
-def test_a_static_cache_laid_out_beforehand(attention):
-    """As export and chunked prefill do it: keys and values both get the key heads and width of the configuration."""
-    model, ids = make(attention, num_key_value_heads=2), tokens(2, 6)
-    cache = StaticCache(config=model.config, max_cache_len=16)
-    cache.early_initialization(2, 2, model.config.head_dim, torch.float32, torch.device("cpu"))
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    out = model.generate(ids, past_key_values=cache, disable_compile=True, **options)
-    assert torch.equal(out, model.generate(ids, **options))
-
-
 def test_the_operator_sees_views_of_a_static_cache(monkeypatch):
     """A copy would read and write the whole cache once more in every step."""
     model, cached = make(num_key_value_heads=2), []

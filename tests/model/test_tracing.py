@@ -95,19 +95,6 @@ def test_traced_decoding_reads_its_lengths(lengths):
     torch.testing.assert_close(traced(q, k, v, lengths), attend(q, k, v, lengths))
 
 
-@torch.no_grad()
-def test_a_static_cache_is_exported():
-    from transformers.integrations.executorch import convert_and_export_with_cache
-
-    model = Logits("diff").model
-    model.generation_config.cache_implementation = "static"
-    model.generation_config.cache_config = {"batch_size": 1, "max_cache_len": 16, "device": "cpu"}
-    ids, first = tokens(6)[:1], torch.tensor([0])
-    program = convert_and_export_with_cache(model, ids[:, :1], first).module()
-    steps = [program(input_ids=ids[:, i : i + 1], cache_position=first + i) for i in range(6)]
-    torch.testing.assert_close(torch.cat(steps, 1), model(ids).logits)
-
-
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_fake_tensors_go_through_with_a_mask(attention):
     with FakeTensorMode(), torch.no_grad():

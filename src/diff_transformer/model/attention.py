@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
-from diff_transformer.model.caches import mask_unused_slots, slots_in_use, update_cache
+from diff_transformer.model.caches import mask_unused_slots, update_cache
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
@@ -122,12 +122,11 @@ class Attention(nn.Module):
             raise UserError("packed documents came with attention maps as output, which are not computed for them")
         if cache is not None:
             k, v = update_cache(cache, k, v, self.layer_idx)
-            if visible.slots is not None:
-                k, v = k[:, :, : visible.slots], v[:, :, : visible.slots]
+        out = self.o_proj(self.core(q, k, v, visible, hidden_states=hidden_states).flatten(2))
         if not with_maps:
-            return self.o_proj(self.core(q, k, v, visible, hidden_states=hidden_states).flatten(2)), None
-        out, maps = self.core.forward_with_maps(q, k, v, visible, hidden_states=hidden_states)
-        return self.o_proj(out.flatten(2)), maps if output_attention_parts else maps.difference
+            return out, None
+        maps = self.core.maps(q, k, visible, hidden_states=hidden_states)
+        return out, maps if output_attention_parts else maps.difference
 
     def lambdas(self, hidden_states: Tensor | None = None) -> Tensor | None:
         """Lambda of this layer without gradient, in fp32: a scalar, or ``[B, h, T, 1]`` for each token and head.
@@ -197,7 +196,7 @@ class Attention(nn.Module):
         self, visible: Visible, queries: int, k: Tensor, key_padding_mask: Tensor | None, cache, context
     ) -> Visible:
         """``visible`` with padding, window and the unused slots of a static cache; call before updating the cache."""
-        mask, causal, _, documents, tokens, slots = visible
+        mask, causal, _, documents, tokens = visible
         window, keys = self.core.window, k.shape[2]
         if window is not None and not causal and mask is None:
             raise UserError(f"window={window} without is_causal=True; give the band as attention_mask instead")
@@ -206,13 +205,10 @@ class Attention(nn.Module):
         if key_padding_mask is not None and context is None:
             tokens = key_padding_mask[:, -queries:]
         if cache is not None:
-            of_call = cache, self.layer_idx, queries
-            slots, (keys, _) = slots_in_use(*of_call, window), cache.get_mask_sizes(queries, self.layer_idx)
-            masked = key_padding_mask is not None or (mask is not None and mask.shape[-1] != slots)
-            if slots is None or not causal or masked:
-                slots, (mask, causal) = None, mask_unused_slots(*of_call, mask, causal, window, k.device)
+            keys, _ = cache.get_mask_sizes(queries, self.layer_idx)
+            mask, causal = mask_unused_slots(cache, self.layer_idx, queries, mask, causal, window, k.device)
         mask = with_key_padding(mask, key_padding_mask, k.shape[0], keys)
-        return Visible(mask, causal, window if causal else None, documents, tokens, slots)
+        return Visible(mask, causal, window if causal else None, documents, tokens)
 
 
 class DiffAttention(Attention):

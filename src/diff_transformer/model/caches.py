@@ -8,23 +8,14 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from diff_transformer.errors import UserError
-from diff_transformer.ops.arguments import traced
-
 # transformers' name for a model's cache, as an argument and in outputs: "cache" from version 5.24 on. The models here
 # take both.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
 
 
-def slots_in_use(cache, layer_idx: int, queries: int, window: int | None) -> int | None:
-    """The number of keys that a static cache holds after a prefill of ``queries``; call before updating.
-
-    None for other caches, and where the number cannot be read or is not worth it: in a traced graph, for one query, and
-    with a window, whose static cache moves its keys. The unused slots then need a mask.
-    """
-    if not getattr(cache, "is_compileable", False) or queries == 1 or window is not None or traced():
-        return None
-    return int(cache.get_seq_length(layer_idx)) + queries
+def is_static(cache) -> bool:
+    """True for a static cache of transformers, whose unused slots need a mask."""
+    return getattr(cache, "is_compileable", False)
 
 
 def mask_unused_slots(
@@ -36,7 +27,7 @@ def mask_unused_slots(
         The mask and whether the operator must still apply its causal limit. Both are returned as given for a dynamic
         cache, which has no unused slots, and for a complete mask.
     """
-    if not getattr(cache, "is_compileable", False) or not (is_causal or mask is None):
+    if not is_static(cache) or not (is_causal or mask is None):
         return mask, is_causal
     keys, first = cache.get_mask_sizes(queries, layer_idx)
     start = cache.get_seq_length(layer_idx)
@@ -57,34 +48,12 @@ def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
 def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:
     """Append a layer's new keys ``[B, m, T, d]`` and values ``[B, g, T, dv]``; return all keys and values.
 
-    A dynamic cache keeps these shapes. In a static cache the two keys of a value head lie side by side: its keys are
-    ``[B, g, S, 2d]``. A static cache that was allocated before the first call (``early_initialization``) has m heads of
-    width d for both; it is viewed as ``[B, g, S, 2d]`` during the update, so nothing is copied.
-
-    Raises:
-        UserError: if an allocated static cache has no room for the values' width.
+    A dynamic cache keeps these shapes. In a static cache, which the first call allocates, the two keys of a value head
+    lie side by side: its keys are ``[B, g, S, 2d]``.
     """
-    if v.shape[1] == k.shape[1]:
-        return cache.update(k, v, layer_idx)
-    if not getattr(cache, "is_compileable", False):
-        return cache.update(k, v, layer_idx)
-    k = pair_side_by_side(k, v.shape[1])  # [B, g, T, 2d]
-    layer = cache.layers[layer_idx]
-    if not layer.is_initialized or layer.keys.shape[1] == k.shape[1]:
-        return cache.update(k, v, layer_idx)
-    if v.shape[1] * v.shape[3] != k.shape[1] * k.shape[3]:
-        raise UserError(
-            f"a cache laid out beforehand has as much room for values as for keys, and value heads of width "
-            f"{v.shape[3]} need another; let the first call lay it out, or leave value_head_dim at its default"
-        )
-    allocated = layer.keys, layer.values  # [B, m, S, d]
-    layer.keys, layer.values = (
-        held.view(held.shape[0], new.shape[1], held.shape[2], new.shape[3])
-        for held, new in zip(allocated, (k, v), strict=True)
-    )
-    updated = cache.update(k, v, layer_idx)
-    layer.keys, layer.values = allocated
-    return updated
+    if v.shape[1] != k.shape[1] and is_static(cache):
+        k = pair_side_by_side(k, v.shape[1])  # [B, g, T, 2d]
+    return cache.update(k, v, layer_idx)
 
 
 def pair_side_by_side(x: Tensor, heads: int) -> Tensor:

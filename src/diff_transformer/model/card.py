@@ -14,11 +14,6 @@ _TITLES = {
     "dint": "DINT Transformer (differential attention plus its mean, arXiv 2501.17486)",
     "softmax": "Transformer with softmax attention, the baseline of a DIFF Transformer",
 }
-_MAPS = {  # of a model that ``differentiate`` changed
-    "diff_v2": "twice the query heads over the same keys; lambda is a sigmoid for each token and head",
-    "diff_v3": "twice the query heads over the same keys; a sigmoid for each token and head weights each map",
-    "diff": "twice the query and key heads; lambda is learned in each layer",
-}
 
 
 def write_card(model: Any, folder: Path, training: Mapping[str, str] | None = None) -> None:
@@ -35,54 +30,30 @@ def write_card(model: Any, folder: Path, training: Mapping[str, str] | None = No
 
 
 def card(model: Any, training: Mapping[str, str] | None = None) -> str:
-    """The text of the model card: what the model is, how to load it, its sizes, how it was trained if that is known."""
-    name, config, entry = type(model).__name__, model.config, getattr(model.config, "differential", None)
-    facts: dict[str, object] = {"parameters": f"{model.num_parameters():,}"}
-    tags = ["diff-transformer"]
+    """The text of the model card: what the model is, how to load it, and how it was trained if that is known."""
+    name, entry = type(model).__name__, getattr(model.config, "differential", None)
+    needs = "It needs the package: `pip install diff-transformer`."
     if entry is None:
         source = vars(model).get("source_facts") or {}
-        title, auto = _TITLES[config.attention], f"AutoModel{''.join(name.partition('For')[1:])}"
-        needs = (
-            "It needs the package (`pip install diff-transformer`). vLLM then finds the model by itself; other "
-            "programs import `diff_transformer` first, or pass `trust_remote_code=True`."
+        title, auto = _TITLES[model.config.attention], f"AutoModel{''.join(name.partition('For')[1:])}"
+        needs += (
+            " vLLM then finds the model by itself; other programs import `diff_transformer` first, or pass "
+            "`trust_remote_code=True`."
         )
-        facts |= {
-            "layers": config.num_hidden_layers,
-            "hidden size": config.hidden_size,
-            "attention heads": f"{config.heads.outputs} (values of width {config.heads.value_dim})",
-            "head width": config.head_dim,
-            "vocabulary": f"{config.vocab_size:,}",
-            "longest sequence": f"{config.max_position_embeddings:,} tokens",
-        }
     else:
         source, auto = entry.get("source") or {}, "AutoModelForCausalLM"
-        tags.append("differential-attention")
-        title = f"{source.get('base_model') or name} with differential attention{', trained' if training else ''}"
-        start = "" if training else " Until further training, the logits are those of the model before, up to rounding."
-        needs = (
-            f"Each attention head became two, whose maps are subtracted (arXiv 2410.05258).{start} It needs the "
-            "package (`pip install diff-transformer`)."
-        )
-        facts |= {
-            "class": f"{name}, whose code is unchanged",
-            "attention": f"`{entry['kind']}`: {_MAPS[entry['kind']]}",
-            "lambda at the start": f"{entry['lambda_init']:g}",
-        }
-    metadata = {"library_name": "transformers", **source, "tags": "".join(f"\n- {tag}" for tag in tags)}
-    head = "".join(f"{key}: {value}\n" for key, value in metadata.items()).replace("tags: \n", "tags:\n")
-    load = (
+        title = f"{source.get('base_model') or name} with differential attention (`{entry['kind']}`, arXiv 2410.05258)"
+    head = "".join(f"{key}: {value}\n" for key, value in {"library_name": "transformers", **source}.items())
+    parts = [
+        f"---\n{head}tags:\n- diff-transformer\n- differential-attention\n---\n\n# {title}\n\n{needs}\n\n"
+        "Load it, with the path of this folder for `FOLDER`:\n\n```python\n"
         "import diff_transformer  # registers the model with transformers\n"
-        f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")'
-    )
-    return (
-        f"---\n{head}---\n\n# {title}\n\n{needs}\n\nLoad it, with the path of this folder for `FOLDER`:\n\n"
-        f"```python\n{load}\n```\n\n| size | |\n|---|---|\n{_rows(facts)}"
-        + (f"\n## How it was trained\n\n| setting | |\n|---|---|\n{_rows(training)}" if training else "")
-    )
-
-
-def _rows(facts: Mapping[str, object]) -> str:
-    return "".join(f"| {name} | {value} |\n" for name, value in facts.items())
+        f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")\n```\n'
+    ]
+    if training:
+        rows = "".join(f"| {name} | {value} |\n" for name, value in training.items())
+        parts.append(f"\n## How it was trained\n\n| setting | |\n|---|---|\n{rows}")
+    return "".join(parts)
 
 
 def source_facts(name_or_path: str) -> dict[str, str]:

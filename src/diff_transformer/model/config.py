@@ -15,19 +15,15 @@ from diff_transformer.ops.backends import BACKENDS
 
 ACTIVATIONS = ("silu", "poly_norm")
 CODE = "diff_transformer_code"  # a file beside the weights, for AutoModel with trust_remote_code=True
-_TASKS = ("CausalLM", "SequenceClassification", "TokenClassification", "QuestionAnswering")
 _AUTO_MAP = {
     "AutoConfig": f"{CODE}.DiffTransformerConfig",
     "AutoModel": f"{CODE}.DiffTransformerModel",
-    **{f"AutoModelFor{task}": f"{CODE}.DiffTransformerFor{task}" for task in _TASKS},
+    "AutoModelForCausalLM": f"{CODE}.DiffTransformerForCausalLM",
 }
-_STUB = f'''"""The classes of this model, from the package diff-transformer: pip install diff-transformer."""
+_STUB = '''"""The classes of this model, from the package diff-transformer: pip install diff-transformer."""
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.modeling import (
-    DiffTransformerModel,
-    {", ".join(f"DiffTransformerFor{task}" for task in _TASKS)},
-)
+from diff_transformer.model.modeling import DiffTransformerForCausalLM, DiffTransformerModel
 '''
 _SIZES = (
     "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",

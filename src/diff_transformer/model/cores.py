@@ -167,25 +167,26 @@ class AttentionCore(nn.Module):
         causal, window, backend = visible.is_causal, visible.window, self.backend
         (bounds, longest), (bounds_k, longest_k) = visible.documents, of_keys or visible.documents
         limits = bounds, bounds_k, longest, longest_k
-        first = None if first is None else concatenate_rows(first)
-        if self.variant.maps == 2:
+        lam, first = (_rows(x) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (lam, first))
+        if self.variant.maps == 2 and not self.variant.means:
             q1, q2, k1, k2 = self.split(q, k)
-            rows = [concatenate_rows(x) for x in (q1, q2, k1)]
-            rows.append(rows[2] if k2 is k1 else concatenate_rows(k2))
-            lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
-            rows.append(concatenate_rows(v))
+            rows = [_rows(x) for x in (q1, q2, k1)]
+            rows += [rows[2] if k2 is k1 else _rows(k2), _rows(v)]
             options: dict[str, Any] = {"first": first, "is_causal": causal, "window": window, "backend": backend}
             return diff_attention_varlen(*rows, lam, *limits, **options)
-        rows = [concatenate_rows(x) for x in (q, k, v)]
-        if backend == "sdpa" and packs(q):
+        rows = [_rows(x) for x in (q, k, v)]
+        if self.variant.maps == 1 and backend == "sdpa" and packs(q):
             return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), first)
-        alone = visible._replace(documents=None)
-        sizes, sizes_k = bounds.diff().tolist(), bounds_k.diff().tolist()
-        parts = [
-            self.attend(*map(_as_batch, document), lam=None, visible=alone)[0].transpose(0, 1)
-            for document in zip(rows[0].split(sizes), *(x.split(sizes_k) for x in rows[1:]), strict=True)
+        alone, sizes, sizes_k = visible._replace(documents=None), bounds.diff().tolist(), bounds_k.diff().tolist()
+        documents = zip(rows[0].split(sizes), rows[1].split(sizes_k), rows[2].split(sizes_k), strict=True)
+        lams = [lam] * len(sizes)
+        if isinstance(lam, Tensor) and lam.dim() == 3:
+            lams = [_as_batch(part) for part in lam.split(sizes)]
+        outs = [
+            self.attend(*map(_as_batch, document), of_document, alone)[0].transpose(0, 1)
+            for document, of_document in zip(documents, lams, strict=True)
         ]
-        return _gated(torch.cat(parts), first)
+        return _gated(torch.cat(outs), first)
 
     def finish(self, out: Tensor, gate: Tensor | None = None) -> Tensor:
         """Apply head norm, constants and a gate after the norm, ``[B, h, T, 1]``, to each head of ``[B, T, h, dv]``."""
@@ -207,20 +208,6 @@ class AttentionCore(nn.Module):
         if self.variant.maps == 1:
             maps = maps._replace(second=maps.second.new_zeros(()).expand_as(maps.second))
         return maps
-
-    def forward_with_maps(self, q: Tensor, k: Tensor, v: Tensor, visible: Visible, *, hidden_states: Tensor) -> tuple:
-        """Output and maps.
-
-        With ``attn_implementation="eager"`` the output is computed from the maps, so that gradients reach them. Other
-        backends never form the maps; there they are computed beside the output.
-        """
-        maps = self.maps(q, k, visible, hidden_states=hidden_states)
-        if self.backend not in ("reference", "eager") or "attend" in vars(self):
-            return self(q, k, v, visible, hidden_states=hidden_states), maps
-        weights = maps.difference
-        values = v.to(weights.dtype).repeat_interleave(weights.shape[1] // v.shape[1], dim=1)
-        after = self.weights(hidden_states)[2]
-        return self.finish((weights @ values).to(v.dtype).transpose(1, 2), after), maps
 
 
 def decode_in_one_call(
@@ -282,6 +269,6 @@ def _as_batch(rows: Tensor) -> Tensor:
     return rows.transpose(0, 1)[None]
 
 
-def concatenate_rows(x: Tensor) -> Tensor:
+def _rows(x: Tensor) -> Tensor:
     """The rows of a batch one after another: [B, heads, T, width] -> [B * T, heads, width]."""
     return x.transpose(1, 2).flatten(0, 1)

@@ -22,7 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from diff_transformer.model.cores import AttentionCore, Lambda, concatenate_rows
+from diff_transformer.model.cores import AttentionCore, Lambda
 from diff_transformer.model.inputs import Visible, as_boolean
 from diff_transformer.ops.masking import fully_masked_rows
 from diff_transformer.ops.reference import DiffMaps
@@ -73,29 +73,6 @@ class DintCore(AttentionCore):
         if counted.fully_masked is not None:
             out = out.masked_fill(counted.fully_masked, 0)
         return out.to(difference.dtype)
-
-    def attend_documents(
-        self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, first=None, of_keys=None
-    ) -> Tensor:
-        """``attend`` within each packed document: ``[B * T, h, dv]``.
-
-        Running sums over all documents, in fp64, minus the sum at the document's start: exact to fp32's rounding.
-        """
-        assert visible.documents is not None
-        difference = super().attend_documents(q, k, v, lam, visible, first, of_keys)
-        alone = super().attend_documents(q, k, v, 0.0, visible, None, of_keys)
-        lam = concatenate_rows(lam) if isinstance(lam, Tensor) and lam.dim() == 4 else lam
-        ends, total = visible.documents.cu_seqlens.long(), len(alone)
-        lengths = ends.diff()
-        sums = torch.cat((alone.new_zeros(1, *alone.shape[1:], dtype=torch.float64), alone.double().cumsum(0)))
-        starts = torch.repeat_interleave(ends[:-1], lengths, output_size=total)  # [B * T]
-        if self.is_causal or visible.is_causal:
-            last = torch.arange(1, total + 1, device=alone.device)
-        else:
-            last = torch.repeat_interleave(ends[1:], lengths, output_size=total)
-        mean = (sums[last] - sums[starts]) / (last - starts)[:, None, None]
-        wide = torch.promote_types(alone.dtype, torch.float32)
-        return (difference.to(wide) + lam * mean.to(wide)).to(difference.dtype)
 
     def maps(self, q: Tensor, k: Tensor, visible: Visible, *, hidden_states: Tensor | None = None) -> DiffMaps:
         """Both maps and ``A1 - lambda A2 + lambda G``, each ``[B, h, T, S]``."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
 from diff_transformer.errors import UserError
-from diff_transformer.model.caches import restrict, slots_in_use
+from diff_transformer.model.caches import is_static, restrict
 from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import attention_backend
 from diff_transformer.ops.arguments import exporting, traced
@@ -30,7 +30,6 @@ class Visible(NamedTuple):
     window: int | None = None  # of these, the last; only with ``is_causal``
     documents: "Packing | None" = None  # packed: of these, those of the query's own document; excludes a mask
     tokens: Tensor | None = None  # queries that are not padding, bool [B, T], where only "dint" needs to know
-    slots: int | None = None  # slots in use of a static cache; None for all
 
 
 def visible_of(
@@ -45,21 +44,19 @@ def visible_of(
 
     Args:
         attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, used as it is.
-        cache: the transformers ``Cache`` of the earlier tokens, or None. A static cache has unused slots, which need a
-            mask except where ``slots_in_use`` counts the others.
+        cache: the transformers ``Cache`` of the earlier tokens, or None. The unused slots of a static cache need a
+            complete mask.
         position_ids: ``[B, T]`` if the caller gave them: without mask and cache they may describe packed documents.
     """
     queries, tokens = inputs_embeds.shape[1], None
     if CORES[config.attention].means and attention_mask is not None and attention_mask.dim() == 2:
         tokens = attention_mask.bool()
-    slots = slots_in_use(cache, 0, queries, config.sliding_window)
-    static = getattr(cache, "is_compileable", False) and slots is None
     packed = position_ids is not None and cache is None and attention_mask is None
     packed = packed and (traced() or restarts(position_ids))  # in a graph, positions cannot be read
-    if not static and not packed:
-        keys = None if _keeps_all(attention_mask) else _key_mask(config, queries, attention_mask, cache, slots)
+    if not is_static(cache) and not packed:
+        keys = None if _keeps_all(attention_mask) else _key_mask(config, queries, attention_mask, cache)
         if keys is not None or _keeps_all(attention_mask):
-            return Visible(keys, True, config.sliding_window, None, tokens, slots)
+            return Visible(keys, True, config.sliding_window, None, tokens)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
     boolean: Any = _BooleanMasks(config)
     mask: Any = create(
@@ -73,16 +70,13 @@ def visible_of(
     return Visible(mask, mask is None, config.sliding_window if mask is None else None, None, tokens)
 
 
-def _key_mask(config, queries: int, attention_mask: Tensor | None, cache, in_use: int | None) -> Tensor | None:
+def _key_mask(config, queries: int, attention_mask: Tensor | None, cache) -> Tensor | None:
     """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
     if attention_mask is None or attention_mask.dim() != 2 or exporting():
         return None
     if CORES[config.attention].maps == 1 or attention_backend(config) not in _TAKE_KEY_MASKS:
         return None
-    if in_use is not None:
-        keys, first = in_use, 0
-    else:
-        keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
+    keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
     if attention_mask.shape[1] != first + keys:
         return None
     return attention_mask[:, first:].bool()[:, None, None]

@@ -10,22 +10,13 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     Cache,
     DynamicCache,
     GenerationMixin,
     PreTrainedModel,
 )
 from transformers import initialization as init
-from transformers.masking_utils import create_masks_for_generate
-from transformers.modeling_layers import (
-    GenericForQuestionAnswering,
-    GenericForSequenceClassification,
-    GenericForTokenClassification,
-    GradientCheckpointingLayer,
-)
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
@@ -33,7 +24,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
-from diff_transformer.model.caches import CACHE, slots_in_use
+from diff_transformer.model.caches import CACHE
 from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import AttentionCore
@@ -142,8 +133,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     restart in each document, without mask and cache; their results then come without a cache, unless ``use_cache=True``
     asks for one, which takes a complete mask.
 
-    ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``);
-    with ``output_attention_parts=True`` beside it, ``DiffMaps(first, second, difference)``.
+    ``output_attentions=True`` returns for each layer the difference map ``[B, h, T, S]`` (softmax: ``[B, n, T, S]``).
     """
 
     def __init__(self, config: DiffTransformerConfig):
@@ -177,7 +167,6 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         *,
         cache: Cache | None = None,
         output_attentions: bool | None = None,
-        output_attention_parts: bool = False,
         cu_seq_lens_q: Tensor | None = None,
         max_length_q: int | None = None,
         **kwargs,
@@ -192,7 +181,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
                 new document begins wherever they do not increase by one.
             cache, past_key_values: a cache of transformers, to which these tokens are added, by its new or its old
                 name.
-            output_attentions: return the attention maps of each layer; with ``output_attention_parts`` as ``DiffMaps``.
+            output_attentions: return the attention maps of each layer.
             cu_seq_lens_q: bounds of packed documents, int32 ``[documents + 1]``; ``max_length_q`` is the longest.
             kwargs: arguments that transformers passes to any model, which are ignored.
 
@@ -208,13 +197,12 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         means = CORES[config.attention].means
         if means and (use_cache or cache is not None):
             raise UserError("attention='dint' takes means over whole rows; call the model with use_cache=False")
-        maps = {"output_attentions": config.output_attentions if output_attentions is None else output_attentions}
-        maps["output_attention_parts"] = output_attention_parts
+        with_maps = config.output_attentions if output_attentions is None else output_attentions
         documents = None
         if cu_seq_lens_q is not None:
             documents = Packing(cu_seq_lens_q, int(max_length_q or cu_seq_lens_q.diff().max()))
         elif position_ids is not None and attention_mask is None and cache is None:
-            by_mask = use_cache or any(maps.values()) or traced()  # ``visible_of`` then makes a complete mask
+            by_mask = use_cache or with_maps or traced()  # ``visible_of`` then makes a complete mask
             if (means or not by_mask) and restarts(position_ids):
                 documents = documents_at(position_ids, batch)
         if documents is None:
@@ -235,7 +223,7 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
             start = 0 if cache is None else cache.get_seq_length()
             position_ids = (torch.arange(queries, device=inputs_embeds.device) + start)[None]
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids=position_ids)
-        hidden_states, options = inputs_embeds, {CACHE: cache, **maps}
+        hidden_states, options = inputs_embeds, {CACHE: cache, "output_attentions": with_maps}
         for layer in self.layers[: config.num_hidden_layers]:  # ``generate(assistant_early_exit=n)`` lowers it
             hidden_states = layer(hidden_states, visible=visible, position_embeddings=position_embeddings, **options)
         return BaseModelOutputWithPast(self.norm(hidden_states), cache)
@@ -249,7 +237,6 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
     def __init__(self, config: DiffTransformerConfig):
         super().__init__(config)
         self.model = DiffTransformerModel(config)
-        self._whole_prompt = False
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
@@ -258,38 +245,14 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         return self.model.lambdas()
 
     def _get_static_cache_init_shape(self):
-        """Heads and width with which transformers allocates a static cache before a chunked prefill.
-
-        None lets the first call allocate it: values and keys need different sizes.
-        """
-        heads = self.config.heads
-        if heads.values * heads.value_dim != heads.keys * heads.head_dim:
-            return None
-        return super()._get_static_cache_init_shape()  # ty: ignore[invalid-argument-type]
+        """None: a chunked prefill's first call allocates a static cache, whose keys and values have other shapes."""
+        return None
 
     def generate(self, *args, **kwargs):
         """As in transformers; ``attention="dint"``, which has no cache, computes the whole text for each token."""
         if CORES[self.config.attention].means:
             kwargs |= {"use_cache": False, "prefill_chunk_size": None, "cache_implementation": None}
         return super().generate(*args, **kwargs)  # ty: ignore[invalid-argument-type]
-
-    def _prefill(self, input_ids, generation_config, *args, **kwargs):
-        """Note for ``create_masks_for_generate`` whether the whole prompt comes in one call, which is not compiled."""
-        self._whole_prompt = generation_config.prefill_chunk_size is None
-        try:
-            return super()._prefill(input_ids, generation_config, *args, **kwargs)  # ty: ignore[invalid-argument-type]
-        finally:
-            self._whole_prompt = False
-
-    def create_masks_for_generate(self, config, inputs_embeds: Tensor, attention_mask, past_key_values=None, **kwargs):
-        """The mask of a step over a static cache, of one shape for each step, as a compiled step needs it.
-
-        The prefill of a whole prompt keeps its mask ``[B, S]``, which takes no memory for each pair of tokens.
-        """
-        cache = kwargs.pop("cache", past_key_values)
-        if self._whole_prompt and slots_in_use(cache, 0, inputs_embeds.shape[1], config.sliding_window):
-            return attention_mask
-        return create_masks_for_generate(config, inputs_embeds, attention_mask, cache, **kwargs)
 
     def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
         """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
@@ -343,27 +306,6 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
         return CausalLMOutputWithPast(loss, logits, outputs.get(CACHE), outputs.hidden_states, outputs.attentions)
 
 
-class DiffTransformerForSequenceClassification(GenericForSequenceClassification, DiffTransformerPreTrainedModel):
-    """One score for each of ``num_labels`` classes, from the last token that is not padding."""
-
-    accepts_loss_kwargs = False  # the loss is a mean, so Trainer divides by the steps of gradient accumulation
-
-
-class DiffTransformerForTokenClassification(GenericForTokenClassification, DiffTransformerPreTrainedModel):
-    """One score for each token and each of ``num_labels`` classes."""
-
-    accepts_loss_kwargs = False
-
-
-class DiffTransformerForQuestionAnswering(GenericForQuestionAnswering, DiffTransformerPreTrainedModel):
-    """Scores for the start and the end of an answer within the text."""
-
-
 AutoConfig.register(DiffTransformerConfig.model_type, DiffTransformerConfig, exist_ok=True)
 AutoModel.register(DiffTransformerConfig, DiffTransformerModel, exist_ok=True)
 AutoModelForCausalLM.register(DiffTransformerConfig, DiffTransformerForCausalLM, exist_ok=True)
-AutoModelForSequenceClassification.register(
-    DiffTransformerConfig, DiffTransformerForSequenceClassification, exist_ok=True
-)
-AutoModelForTokenClassification.register(DiffTransformerConfig, DiffTransformerForTokenClassification, exist_ok=True)
-AutoModelForQuestionAnswering.register(DiffTransformerConfig, DiffTransformerForQuestionAnswering, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Against the authors' layer written out: neighbouring heads, interleaved rotary embedding, both groupings of keys."""
+"""Against the authors' layer written out: neighbouring heads, interleaved rotary embedding."""
 
 import math
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from diff_transformer.model.convert import attention_from_unilm
-from diff_transformer.model.convert.unilm import naive_sources
 from diff_transformer.testing import assert_within_budget
 
 DIM, HEADS, D, THETA = 48, 6, 4, 5000.0
@@ -26,8 +25,8 @@ def rotate_neighbours(x):
     return torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1).flatten(-2)
 
 
-def attend(x, layer, depth, pairs, naive, rotary=True):
-    """The layer of the authors in fp64; ``naive``: keys repeated before heads are paired."""
+def attend(x, layer, depth, pairs, rotary):
+    """The layer of the authors in fp64."""
     batch, length, _ = x.shape
     repeat = HEADS // pairs
     q, k, v = (x @ layer[f"{name}_proj.weight"].T for name in "qkv")
@@ -35,10 +34,7 @@ def attend(x, layer, depth, pairs, naive, rotary=True):
     v = v.view(batch, length, pairs, 2 * D).repeat_interleave(repeat, dim=2)
     if rotary:
         q, k = rotate_neighbours(q), rotate_neighbours(k)
-    if naive:
-        k = k.repeat_interleave(repeat, dim=2).unflatten(2, (HEADS, 2))
-    else:
-        k = k.unflatten(2, (pairs, 2)).repeat_interleave(repeat, dim=2)
+    k = k.unflatten(2, (pairs, 2)).repeat_interleave(repeat, dim=2)
     scores = torch.einsum("bthmd,bshmd->bhmts", q.unflatten(2, (HEADS, 2)), k) * D**-0.5
     scores = scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf)
     first, second = scores.softmax(-1).unbind(2)
@@ -77,38 +73,18 @@ def random_layer(pairs, weight=True):
     return layer | ({"subln.weight": 0.4 + torch.rand(2 * D)} if weight else {})
 
 
-@pytest.mark.parametrize("pairs", [6, 3])
-def test_the_two_ways_of_grouping_differ_with_grouped_queries(pairs):
-    x, layer = torch.randn(2, 11, DIM).double(), {k: v.double() for k, v in random_layer(pairs).items()}
-    flash, naive = (attend(x, layer, 1, pairs, naive) for naive in (False, True))
-    assert torch.equal(flash, naive) == (pairs == 6)
-
-
-@pytest.mark.parametrize(
-    ("heads", "pairs", "keys", "values"),
-    [
-        (4, 4, [0, 1, 2, 3, 4, 5, 6, 7], [0, 1, 2, 3]),  # r = 1: as it is
-        (4, 2, [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1]),  # r = 2: every head meets one key twice
-        (8, 2, [0, 0, 1, 1, 2, 2, 3, 3], [0, 0, 1, 1]),  # r = 4: two heads share what they meet
-        (3, 1, [0, 0, 0, 1, 1, 1], [0, 0, 0]),  # r = 3: the head in the middle has both keys
-    ],
-)
-def test_what_the_naive_file_pairs(heads, pairs, keys, values):
-    assert naive_sources(heads, pairs) == (keys, values)
-
-
-@pytest.mark.parametrize(("pairs", "naive"), [(6, False), (3, False), (3, True), (2, True)])
+@pytest.mark.parametrize("pairs", [6, 3, 2])
 @pytest.mark.parametrize("rotary", [True, False])
 @pytest.mark.parametrize("weight", [True, False])
-def test_one_layer_by_itself(pairs, naive, rotary, weight):
+def test_one_layer_by_itself(pairs, rotary, weight):
     layer = random_layer(pairs, weight)
     x = torch.randn(2, 11, DIM)
     theta = THETA if rotary else None
-    ours = attention_from_unilm(layer, depth=4, rope_theta=theta, naive_grouped_query=naive)
-    exact = attend(x.double(), {k: v.double() for k, v in layer.items()}, 4, pairs, naive, rotary)
+    ours = attention_from_unilm(layer, depth=4, rope_theta=theta)
+    exact = attend(x.double(), {k: v.double() for k, v in layer.items()}, 4, pairs, rotary)
     assert_within_budget(ours(x)[0], exact, what="out")
     wide = {name: tensor.double() + 1e-9 for name, tensor in layer.items()}
-    ours = attention_from_unilm(wide, depth=4, rope_theta=theta, naive_grouped_query=naive)
+    ours = attention_from_unilm(wide, depth=4, rope_theta=theta)
     assert torch.equal(ours.o_proj.weight, wide["out_proj.weight"])
 
 

@@ -103,8 +103,3 @@ def split_from_adjacent(weight: Tensor, head_dim: int) -> Tensor:
     """The inverse of ``adjacent_from_split``."""
     heads = weight.unflatten(0, (-1, 2, head_dim))  # [n / 2, 2, d, inputs]
     return heads.transpose(0, 1).flatten(0, 2)
-
-
-def take_heads(weight: Tensor, heads: list[int], width: int) -> Tensor:
-    """Select the heads of ``weight`` in the order of ``heads``; a head may appear several times."""
-    return weight.unflatten(0, (-1, width))[torch.tensor(heads)].flatten(0, 1)

@@ -5,10 +5,9 @@ the head norm ``subln`` has eps 1e-5 (and no weight before 25 October 2024); ``n
 the second version, neighbours of the 2h query heads share keys and values, the sigmoid of ``lambda_proj`` is lambda for
 each token and head, and there is no head norm.
 
-Under grouped-query attention the naive file (``multihead_diffattn.py``) pairs other keys than the flash files. It
-repeats the 2g key heads of the g key/value pairs r times, one after another, and takes neighbours as the two maps. So
-differential head i uses keys 2i // r and (2i + 1) // r, while the flash files give it both keys of pair i // r; values
-agree. With an even r both maps use the same key. Multi-head attention (r = 1) is not affected.
+Under grouped-query attention the naive file (``multihead_diffattn.py``) pairs other keys than the flash files, so that
+its layers cannot be told from theirs and compute something else: only those with as many key/value heads as heads are
+read rightly.
 """
 
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.attention import DiffAttention
-from diff_transformer.model.convert.conversion import halves_from_interleaved, take_heads
+from diff_transformer.model.convert.conversion import halves_from_interleaved
 
 HEAD_NORM_EPS = 1e-5
 LAMBDAS = ("lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2")
@@ -34,7 +33,7 @@ _V2 = {"q_proj.weight", "k_proj.weight", "v_proj.weight", "o_proj.weight", "lamb
 
 
 def attention_from_unilm(
-    state: Mapping[str, Tensor], depth: int, *, rope_theta: float | None = 10000.0, naive_grouped_query: bool = False
+    state: Mapping[str, Tensor], depth: int, *, rope_theta: float | None = 10000.0
 ) -> DiffAttention:
     """Convert one layer of the authors' code to a causal ``DiffAttention`` with equal outputs.
 
@@ -42,7 +41,6 @@ def attention_from_unilm(
         state: ``state_dict()`` of ``MultiheadDiffAttn``, ``MultiheadFlashDiff*`` or ``MultiheadFlashDiffV2``.
         depth: the layer's index from 0, as the authors' constructors take it.
         rope_theta: base of the rotary embedding in ``rel_pos``; None for a layer without one.
-        naive_grouped_query: the layer comes from ``multihead_diffattn.py`` and uses grouped-query attention.
 
     Raises:
         UserError: if tensors are missing or unknown.
@@ -54,11 +52,6 @@ def attention_from_unilm(
     if names == _V1:
         d = state["lambda_q1"].numel()
         heads, pairs = (state[name].shape[0] // (2 * d) for name in ("q_proj.weight", "k_proj.weight"))
-        if naive_grouped_query:
-            keys, values = naive_sources(heads, pairs)
-            tensors["k_proj.weight"] = take_heads(tensors["k_proj.weight"], keys, d)
-            tensors["v_proj.weight"] = take_heads(tensors["v_proj.weight"], values, 2 * d)
-            pairs = len(values)
         norm = True if "subln.weight" in state else "no_weight"
         fields |= {"num_key_value_heads": 2 * pairs, "head_norm": norm, "norm_eps": HEAD_NORM_EPS}
         heads *= 2
@@ -73,19 +66,3 @@ def attention_from_unilm(
     layer = DiffAttention(width, heads, head_dim=d, is_causal=True, rope_theta=rope_theta, layer_index=depth, **fields)
     layer.to(state["q_proj.weight"].dtype).load_state_dict({_NAMES[name]: x for name, x in tensors.items()})
     return layer
-
-
-def naive_sources(diff_heads: int, pairs: int) -> tuple[list[int], list[int]]:
-    """The heads of the naive file that each key and value head of this package copies, so that the outputs are equal.
-
-    Returns:
-        The source of every key head (two for each key/value pair of this package) and of every value head (one).
-        Consecutive differential heads with the same keys and values share a pair: an even r gives twice as many pairs
-        as the naive file has, an odd r gives as many as differential heads.
-    """
-    r = diff_heads // pairs
-    used = [((2 * i) // r, (2 * i + 1) // r, i // r) for i in range(diff_heads)]
-    sizes = (size for size in range(diff_heads, 0, -1) if diff_heads % size == 0)
-    size = next(size for size in sizes if all(x == used[i - i % size] for i, x in enumerate(used)))
-    blocks = used[::size]
-    return [key for first, second, _ in blocks for key in (first, second)], [value for _, _, value in blocks]
