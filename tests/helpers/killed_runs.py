@@ -18,7 +18,7 @@ from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.loop import train
 from diff_transformer.train.metrics import read_metrics
 
-OF_THE_MACHINE = ("tokens_per_second", "mfu", "peak_memory_bytes")
+OF_THE_MACHINE = ("tokens_per_second", "peak_memory_bytes")
 FORK = multiprocessing.get_context("fork")
 
 

@@ -4,7 +4,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -50,23 +49,6 @@ def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ids = torch.tensor([tokenizer("the old fox")["input_ids"]])
     assert torch.equal(loaded(ids).logits, trained.model(ids).logits)
-
-
-def test_the_card_says_how_the_model_was_trained(config, tmp_path):
-    corpus = Path(config.data.corpus)
-    train(override(config, ["train.steps=2", "train.seed=7"]), tmp_path / "run")
-    card = (tmp_path / "run" / "model" / "README.md").read_text().partition("## How it was trained")[2]
-    for row in (
-        "recipe | debug",
-        f"steps | 2, each of {config.train.batch_size} rows of {config.data.length} tokens",
-        f"tokens | {2 * config.train.batch_size * config.data.length:,}",
-        f"corpus | {corpus.name}",
-        "seed of weights and rows | 7",
-    ):
-        assert f"| {row} |" in card
-    assert str(corpus.parent) not in card
-    AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").save_pretrained(tmp_path / "by hand")
-    assert "How it was trained" not in (tmp_path / "by hand" / "README.md").read_text()
 
 
 @pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 7), (signal.SIGINT, 10)])
@@ -145,35 +127,11 @@ def test_resume_without_checkpoint_or_after_a_cut_line_starts_right(config, tmp_
     ]
 
 
-def test_accumulation_is_the_whole_batch(config, tmp_path):
-    train(config, tmp_path / "whole")
-    train(override(config, ["train.accumulate=4"]), tmp_path / "pieces")
-    whole, pieces = weights(tmp_path / "whole"), weights(tmp_path / "pieces")
-    assert all(torch.allclose(whole[name], pieces[name], atol=2e-3) for name in whole)
-    losses = [read_metrics(tmp_path / name / "metrics.jsonl")[1]["loss"] for name in ("whole", "pieces")]
-    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
-
-
 def test_activation_checkpointing_changes_nothing(config, tmp_path):
     train(config, tmp_path / "plain")
-    for what in ("full", "selective", "auto"):
+    for what in ("full", "selective"):
         train(override(config, [f"train.activation_checkpointing={what}"]), tmp_path / what)
         assert same(weights(tmp_path / what), weights(tmp_path / "plain")), what
-
-
-@pytest.mark.parametrize("wanted", [False, True])
-def test_deterministic_algorithms_are_on_for_the_run_if_asked_for(config, wanted, tmp_path):
-    seen = []
-
-    def note(*_):
-        seen.append((torch.are_deterministic_algorithms_enabled(), torch.backends.cuda.cudnn_sdp_enabled()))
-
-    short = [f"train.deterministic={str(wanted).lower()}", "train.steps=1", "train.validation_rows=1"]
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    train(override(config, short), tmp_path / "run", progress=note)
-    note()
-    assert seen == [(wanted, not wanted), (False, True)]
-    assert torch.utils.deterministic.fill_uninitialized_memory is filling
 
 
 def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
@@ -217,21 +175,6 @@ def test_data_that_does_not_fit(config, assignment, message, tmp_path):
         message = "have ids up to 256, model.vocab_size is 100; set model.vocab_size to at least 257"
     with pytest.raises(UserError, match=message):
         train(config, tmp_path / "run")
-
-
-def test_a_backend_that_is_not_here_leaves_no_folder(config, tmp_path):
-    with pytest.raises(UserError, match=r"model\.backend is 'triton', which does not run on cpu; give reference"):
-        train(override(config, ["model.backend=triton"]), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_run_that_ends_in_its_warm_up_says_so_and_runs(config, tmp_path, caplog):
-    train(override(config, ["train.steps=6"]), tmp_path / "enough")
-    assert [record for record in caplog.records if record.name == "diff_transformer"] == []
-    train(override(config, ["train.steps=2"]), tmp_path / "short")
-    (said,) = [record.getMessage() for record in caplog.records if record.name == "diff_transformer"]
-    assert said.startswith("optim.warmup_steps 5 is not less than train.steps 2")
-    assert (tmp_path / "short" / "model").exists()
 
 
 def test_a_trained_model_is_not_compiled(config, tmp_path, monkeypatch):

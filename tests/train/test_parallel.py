@@ -53,7 +53,7 @@ def test_two_processes_train_like_one(base, tmp_path):
     background = [*base, *STRATEGIES["fsdp"], *IN_BACKGROUND, "train.checkpoint_every=3"]
     slow = [*base, *STRATEGIES["ddp"], "train.parallel.stall_seconds=2"]
     jobs = [
-        job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.accumulate=2"]),
+        job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.micro_batch_size=2"]),
         job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
         job(tmp_path / "hsdp", [*base, *STRATEGIES["hsdp"], "train.micro_batch_size=2"]),
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),

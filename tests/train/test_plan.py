@@ -36,21 +36,12 @@ def test_the_strategy_follows_from_the_processes(world, settings, strategy):
 @pytest.mark.parametrize(
     ("world", "settings", "message"),
     [
-        (1, ["accumulate=3"], r"batch_size 8 is not divisible by train\.accumulate 3"),
-        (
-            1,
-            ["micro_batch_size=2", "accumulate=4"],
-            r"micro_batch_size is 2 and train\.accumulate 4, which both .*; set",
-        ),
-        (3, [], r"batch_size 8 is not divisible by 3: 3 processes with rows of their own, train\.accumulate 1"),
-        (4, ["accumulate=4"], "not divisible by 16: 4 processes .*accumulate 4; give a multiple of 16"),
-        (4, ["parallel.strategy=single"], "'single', but there are 4 processes; give 'ddp' or 'fsdp'"),
+        (3, [], r"batch_size is 8, which 3 processes with rows of their own do not divide; give a multiple"),
         (4, ["parallel.replicas=3"], r"replicas is 3, which does not divide 4, the processes"),
         (4, ["parallel.tensor_parallel=3"], "groups of 3, which do not divide the 4 processes; start 6"),
         (2, ["parallel.strategy=ddp", "parallel.tensor_parallel=2"], "'ddp', .*: tensor_parallel 2 .* need .* 'fsdp'"),
         (2, ["parallel.strategy=ddp", "parallel.replicas=2"], "'ddp', .* replicas 2 need strategy 'fsdp'"),
         (2, ["precision=64-true", "parallel.strategy=fsdp"], "precision is '64-true'; with strategy 'fsdp' give"),
-        (1, ["weights=lora", "parallel.strategy=fsdp"], "'lora', which trains with one process or strategy 'ddp'"),
         (5, ["parallel.context_parallel=5"], "context_parallel 5 cuts a row into 10 equal pieces, so give a multiple"),
         (1, ["initial_model=/nowhere"], r"/nowhere, which holds no model \(no config.json\)"),
     ],

@@ -260,7 +260,7 @@ def test_what_only_rounds_or_observes_may_change(config, tmp_path):
     folder = tmp_path / "run"
     reopened(folder, config)
     for assignment in (
-        "train.accumulate=2", "train.activation_checkpointing=full", "train.loss_chunk=8", "train.compile=true",
+        "train.micro_batch_size=2", "train.activation_checkpointing=full", "train.loss_chunk=8", "train.compile=true",
         "train.threads=2", "train.log_every=3", "train.validate_every=5", "evaluation.needles=[[3,1]]",
         'evaluation.more={"long_nll": {}}', "train.checkpoint_keep=5", "train.parallel.strategy=ddp",
     ):  # fmt: skip
@@ -280,7 +280,7 @@ def test_a_resumed_run_goes_on_in_other_pieces(config, training_data, whole, tmp
 
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "run", data=training_data, progress=stop)
-    other = override(config, ["train.accumulate=2", "train.log_every=5", "evaluation.samples=3"])
+    other = override(config, ["train.micro_batch_size=2", "train.log_every=5", "evaluation.samples=3"])
     train(other, tmp_path / "run", data=training_data, resume=True)
     ours, uninterrupted = (
         [line["validation_loss"] for line in history(folder) if "validation_loss" in line]

@@ -66,7 +66,6 @@ def rows(count: int) -> Rows:
         (["train.micro_batch_size=3"], 1, [3, 3, 2]),
         (["train.micro_batch_size=3"], 2, [2, 2]),
         (["train.micro_batch_size=100"], 2, [4]),
-        (["train.accumulate=4"], 2, [1] * 4),
     ],
 )
 def test_passes_have_the_rows_that_the_configuration_says(monkeypatch, settings, processes, expected):

@@ -2,17 +2,14 @@
 
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 from rich.table import Table
 
-from diff_transformer.checks import require_positive
 from diff_transformer.lab.sides import name_of
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.cost import BF16_PEAK_FLOPS, model_cost
+from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import PRESETS, preset
-from diff_transformer.train.estimate import SHARE
 
 
 def pair_table(name: str, length: int | None = None, attention: str = "diff") -> Table:
@@ -81,65 +78,6 @@ def folder_table(folder: Path, length: int | None = None) -> Table:
     table.add_row("KV cache, bytes a token (bf16)", f"{cost.kv_bytes_per_token:,}")
     table.add_row(f"KV cache, bytes at {cost.length} tokens", f"{cost.kv_bytes(cost.length):,}")
     return table
-
-
-_GIB = 1 << 30
-_PARTS = {  # of TrainingMemory
-    "weights, fp32": "weights",
-    "gradients, fp32": "weights",
-    "AdamW's moments, fp32": "optimizer",
-    "weights in use, gathered": "gathered",
-    "activations": "activations",
-    "logits": "logits",
-}
-
-
-def fit_table(run: Any, gpus: int, memory: float) -> tuple[str, Table, str]:
-    """Memory of a training step of ``run``, a RunConfig, on each of ``gpus`` with ``memory`` GiB, and what fits:
-    a heading, the table by what is recomputed, and sentences.
-
-    Raises:
-        ValueError: for numbers that are not positive, or GPUs over which the run cannot be spread.
-    """
-    from diff_transformer.train.plan import resolve
-    from diff_transformer.train.recompute import FILLED, memory_by_recomputation
-
-    require_positive(gpus=gpus, memory=memory)
-    plan = resolve(run, gpus)
-    strategy, config, parallel = plan.strategy, plan.model, run.train.parallel
-    needed = memory_by_recomputation(run, config, gpus, sharded=strategy == "fsdp")
-    room, sharing = FILLED * memory, parallel.tensor_parallel * parallel.context_parallel
-    rows, share = run.train.rows_of_a_pass(gpus // sharing), run.train.batch_size // (gpus // sharing)
-    size, passes = model_cost(config).total_parameters, -(-share // rows)
-    heading = (
-        f"{run.name}: {size / 1e9:.2f}B parameters, {gpus} GPU{'s' * (gpus > 1)} ({strategy}), "
-        f"{passes} pass{'es' * (passes > 1)} a step of {rows} x {run.data.length:,} tokens"
-    )
-    table = Table()
-    table.add_column("GiB on each GPU; activation_checkpointing")
-    for what in needed:
-        table.add_column(what, justify="right")
-    for label, part in _PARTS.items():
-        table.add_row(label, *(f"{getattr(used, part) / _GIB:.1f}" for used in needed.values()))
-    table.add_section()
-    table.add_row("sum", *(f"{used.gib:.1f}" for used in needed.values()))
-    table.add_row(f"fits {room:.1f} GiB", *("yes" if used.gib <= room else "no" for used in needed.values()))
-    chosen = next((what for what, used in needed.items() if used.gib <= room), None)
-    tokens = run.train.batch_size * run.data.length
-    flops = model_cost(config, length=run.data.length).training_flops_per_token * tokens
-    seconds = flops / (SHARE * gpus * BF16_PEAK_FLOPS["H100"])
-    lines = [
-        f"{FILLED:.0%} of {memory:g} GiB may be used; the allocator takes 5 to 20 % more than these sums.",
-        f"A step computes for {seconds:.2f} s on H100s at {SHARE:.0%} of their peak.",
-    ]
-    if chosen is not None:
-        lines.append(f"It fits with train.activation_checkpointing={chosen}: {needed[chosen].gib:.1f} GiB.")
-    else:
-        lines.append(
-            f"It does not fit: {needed['full'].gib:.1f} GiB are needed, {room:.1f} may be used. Give more GPUs under "
-            "train.parallel.strategy=fsdp, train.micro_batch_size=1, or train.loss_chunk."
-        )
-    return heading, table, "\n".join(lines)
 
 
 def preset_table(recipes: Iterable[str] = ()) -> Table:

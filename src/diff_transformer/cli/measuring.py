@@ -209,46 +209,22 @@ def info(
             help="Variant to compare: diff_v2, diff_v3, gated, grouped_diff, dint, fixed_lambda, softmax_norm."
         ),
     ] = "diff",
-    gpus: Annotated[int | None, typer.Option(help="GPUs to train a recipe on.")] = None,
-    memory: Annotated[float | None, typer.Option(help="GiB of each GPU; 80 by default.")] = None,
-    assignments: Set = None,
 ):
     """Both sides of a preset: parameters by part, FLOPs per token, key/value cache.
 
-    Or the memory that a recipe takes, or what a model's folder holds and converts to.
+    Or what a model's folder holds.
     """
     from rich.console import Console
 
-    from diff_transformer.checks import require_extra, require_positive
-    from diff_transformer.cli.info import fit_table, folder_table, pair_table, preset_table
-    from diff_transformer.lab.recipes import RECIPES, recipe
-    from diff_transformer.model.presets import PRESETS
-    from diff_transformer.train.config import override
+    from diff_transformer.checks import require_positive
+    from diff_transformer.cli.info import folder_table, pair_table, preset_table
+    from diff_transformer.lab.recipes import RECIPES
 
-    require_positive(length=length, gpus=gpus, memory=memory)
-    if name is not None and name not in {**RECIPES, **PRESETS} and Path(name).is_dir():
-        if gpus or memory or assignments or attention != "diff":
-            raise UserError(f"{name} is a folder; with it, only --length can be given")
-        return Console().print(folder_table(Path(name), length))
-    of_a_preset, of_a_recipe = length is not None or attention != "diff", gpus or memory or assignments
-    if name is None and of_a_preset:
-        raise UserError(
-            "--length and --attention are of one preset, and the list of all shows neither; name one, for example "
-            "`diff-transformer info 3B --length 4096`"
-        )
-    if of_a_recipe and name not in RECIPES and (name is None or name in PRESETS):
-        raise UserError(
-            "--gpus, --memory and --set are of a recipe; name one, for example "
-            "`diff-transformer info paper_3b --gpus 64 --memory 80`"
-        )
-    if (name in RECIPES and name not in PRESETS) or of_a_recipe:
-        if of_a_preset:
-            raise UserError(f"--length and --attention are of a preset, and {name} is a recipe; leave them out")
-        require_extra("train", "the memory of a recipe", "lightning")
-        run = override(recipe(name or ""), assignments or [])
-        heading, table, said = fit_table(run, gpus or 1, memory or 80)
-        print(heading)
-        Console().print(table)
-        print(said)
+    require_positive(length=length)
+    if name is None:
+        table = preset_table(RECIPES)
+    elif Path(name).is_dir():
+        table = folder_table(Path(name), length)
     else:
-        Console().print(pair_table(name, length, attention) if name else preset_table(RECIPES))
+        table = pair_table(name, length, attention)
+    Console().print(table)

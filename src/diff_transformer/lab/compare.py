@@ -247,8 +247,8 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
 
     from diff_transformer.bench.throughput import measure_throughput
     from diff_transformer.model.loading import read_model
+    from diff_transformer.train.initial_model import choose_weights
     from diff_transformer.train.recompute import recompute
-    from diff_transformer.train.weights import choose_weights
 
     path = out / SPEED
     if path.exists() and {each["side"] for each in read_file(path)} >= set(sides):
@@ -260,9 +260,8 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models = {name: read_model(folder).to(device) for name, folder in folders.items()}
     for model in models.values():
-        choose_weights(model, config.train)
-        if config.train.activation_checkpointing != "auto":
-            recompute(model, config.train.activation_checkpointing)
+        choose_weights(model, config.train.weights)
+        recompute(model, config.train.activation_checkpointing)
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.batch_size, config.data.length)
     ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
@@ -284,13 +283,13 @@ def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:
     import torch
 
     from diff_transformer.model.convert.folder import model_without_weights
+    from diff_transformer.train.initial_model import is_of_attention
     from diff_transformer.train.recompute import FILLED, device_memory
-    from diff_transformer.train.weights import is_of_attention
 
     device, needed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
     for folder in folders:
         for name, tensor in model_without_weights(folder).named_parameters():
-            trained = config.train.weights == "all" or (config.train.weights == "attention" and is_of_attention(name))
+            trained = config.train.weights == "all" or is_of_attention(name)
             needed += tensor.numel() * (16 if trained else 4)  # weight; gradient and two moments
     there = device_memory(device)
     if needed > FILLED * there:

@@ -29,12 +29,12 @@ from diff_transformer.model.convert.folder import (
     package_config,
 )
 from diff_transformer.model.convert.from_softmax import nearest, to_differential
-from diff_transformer.model.cost import TrainingMemory, count_parameters
+from diff_transformer.model.cost import count_parameters, training_memory
 from diff_transformer.model.loading import model_path, read_model, read_tokenizer
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.plan import check_trainable
-from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory, memory_by_recomputation
+from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory
 
 # Settings of a model's form, which is the source's.
 _SHAPE = (
@@ -125,7 +125,7 @@ class Source:
         if not fit:
             raise UserError(
                 f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
-                "train.loss_chunk=1024, train.weights=lora, or a smaller data.length"
+                "train.loss_chunk=1024, train.weights=attention, or a smaller data.length"
             )
         say(f"memory: {said}; {min(jobs, fit)} at a time")
         return min(jobs, fit)
@@ -190,15 +190,14 @@ def read_source(name: str | Path) -> Source:
 
 def _memory(config: RunConfig, model: DiffTransformerConfig, more: int = 0) -> tuple[int, str]:
     """Bytes of a step of ``model`` with ``more`` parameters outside attention, and what they are for."""
-    asked = str(config.train.activation_checkpointing)
-    by_what: dict[str, TrainingMemory] = memory_by_recomputation(config, model, 1, sharded=False)
-    memory = by_what["full" if asked == "auto" else asked]
+    memory = training_memory(
+        model, tokens=config.train.rows_of_a_pass() * config.data.length, mixed=config.train.precision == "bf16-mixed",
+        activation_checkpointing=config.train.activation_checkpointing, loss_chunk=config.train.loss_chunk,
+    )  # fmt: skip
     parts = count_parameters(model)
-    every, width, weights = sum(parts.values()), model.hidden_size, config.train.weights
-    attention = parts["attention"] + parts["lambda"]
-    total = memory.total - 12 * (every - {"all": every, "attention": attention, "lora": parts["lambda"]}[weights])
-    if weights == "lora":  # four matrices a layer, each with one side as wide as the model
-        total += 16 * config.train.lora_rank * (4 * model.num_hidden_layers * width + parts["attention"] // width)
+    every, weights = sum(parts.values()), config.train.weights
+    trained = every if weights == "all" else parts["attention"] + parts["lambda"]
+    total = memory.total - 12 * (every - trained)
     total += (16 if weights == "all" else 4) * more
     return total, f"{every + more:,} parameters, {weights} trained"
 

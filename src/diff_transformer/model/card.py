@@ -1,7 +1,6 @@
 """The model card that ``save_pretrained`` writes beside a model, so that a reader of the folder can load it."""
 
 import re
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,21 +15,20 @@ _TITLES = {
 }
 
 
-def write_card(model: Any, folder: Path, training: Mapping[str, str] | None = None) -> None:
+def write_card(model: Any, folder: Path) -> None:
     """Write ``README.md`` to ``folder``; an existing one is kept.
 
     Args:
         model: of this package, or one that ``differentiate`` changed.
-        training: how the model was trained, by name; None if it is not known.
     """
     path = folder / "README.md"
     if not path.exists():
         folder.mkdir(parents=True, exist_ok=True)
-        path.write_text(card(model, training), encoding="utf-8")
+        path.write_text(card(model), encoding="utf-8")
 
 
-def card(model: Any, training: Mapping[str, str] | None = None) -> str:
-    """The text of the model card: what the model is, how to load it, and how it was trained if that is known."""
+def card(model: Any) -> str:
+    """The text of the model card: what the model is, and how to load it."""
     name, entry = type(model).__name__, getattr(model.config, "differential", None)
     needs = "It needs the package: `pip install diff-transformer`."
     if entry is None:
@@ -44,16 +42,12 @@ def card(model: Any, training: Mapping[str, str] | None = None) -> str:
         source, auto = entry.get("source") or {}, "AutoModelForCausalLM"
         title = f"{source.get('base_model') or name} with differential attention (`{entry['kind']}`, arXiv 2410.05258)"
     head = "".join(f"{key}: {value}\n" for key, value in {"library_name": "transformers", **source}.items())
-    parts = [
+    return (
         f"---\n{head}tags:\n- diff-transformer\n- differential-attention\n---\n\n# {title}\n\n{needs}\n\n"
         "Load it, with the path of this folder for `FOLDER`:\n\n```python\n"
         "import diff_transformer  # registers the model with transformers\n"
         f'from transformers import {auto}\n\nmodel = {auto}.from_pretrained("FOLDER")\n```\n'
-    ]
-    if training:
-        rows = "".join(f"| {name} | {value} |\n" for name, value in training.items())
-        parts.append(f"\n## How it was trained\n\n| setting | |\n|---|---|\n{rows}")
-    return "".join(parts)
+    )
 
 
 def source_facts(name_or_path: str) -> dict[str, str]:

@@ -9,11 +9,6 @@ from dataclasses import dataclass
 
 from diff_transformer.checks import require_positive
 
-# Dense bf16 FLOP/s of one device, from the vendors' data sheets; the first key among the words of its name counts.
-BF16_PEAK_FLOPS = {
-    "GB200": 2.5e15, "B200": 2.25e15, "GH200": 989e12, "H200": 989e12, "H100 PCIe": 756e12, "H100 NVL": 835e12,
-    "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "A10": 125e12, "RTX 4090": 165e12, "MI300X": 1307e12,
-}  # fmt: skip
 _GIB = 1 << 30
 
 

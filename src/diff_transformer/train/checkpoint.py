@@ -1,8 +1,8 @@
 """Checkpoints of a training run, written by torch.distributed.checkpoint (DCP) in the safetensors format.
 
-``RUN/checkpoints/step-00000200/`` holds one safetensors file a process, and ``checkpoint.json``: step, validation loss,
-and the size of every file. A folder has this name only once all is on the disk; until then it ends in ``.tmp``. There
-is no pickle. A checkpoint may be loaded by another number of processes, or under another strategy.
+``RUN/checkpoints/step-00000200/`` holds one safetensors file a process, and ``checkpoint.json``: step and the size of
+every file. A folder has this name only once all is on the disk; until then it ends in ``.tmp``. There is no pickle. A
+checkpoint may be loaded by another number of processes, or under another strategy.
 
 The rows and the random draws of a step are functions of the step, so that nothing of them is saved.
 """
@@ -49,24 +49,17 @@ def latest_checkpoint(folder: Path) -> Path | None:
     return next(reversed(checkpoints(folder)), None)
 
 
-def best_checkpoint(folder: Path) -> Path | None:
-    """The checkpoint of a run with the lowest validation loss; None if none has one."""
-    losses = [(loss, path) for path in checkpoints(folder) if (loss := _note(path).get("loss")) is not None]
-    return min(losses)[1] if losses else None
-
-
 class Checkpoints:
     """The checkpoints of a run. With several processes, every process calls ``save``, ``wait`` and ``load``.
 
     Args:
         folder: of the run.
         keep: number of newest checkpoints that stay.
-        keep_best: whether the one with the lowest validation loss stays too.
         background: let a thread write a copy of the state in main memory while training goes on.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, keep_best: bool = True, background: bool = False):
-        self.folder, self.keep, self.keep_best = folder, keep, keep_best
+    def __init__(self, folder: Path, *, keep: int = 2, background: bool = False):
+        self.folder, self.keep = folder, keep
         self.first = not dist.is_initialized() or dist.get_rank() == 0
         # training communicates while a thread writes, so the thread needs a group of its own
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
@@ -74,8 +67,8 @@ class Checkpoints:
         self._stager = DefaultStager(StagingOptions(gpu, False, False, gpu)) if background else None
         self._writing: tuple[int, Any] | None = None
 
-    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, loss: float | None = None) -> None:
-        """Save the state after ``step`` steps; ``loss`` is the validation loss, if it was measured.
+    def save(self, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        """Save the state after ``step`` steps.
 
         Raises:
             UserError: on every process, if the disk does not take this checkpoint, or the previous one in the
@@ -83,7 +76,7 @@ class Checkpoints:
         """
         self.wait()
         state = _tensors(model, get_optimizer_state_dict(model, optimizer))
-        writer = _Writer(self, step, loss)
+        writer = _Writer(self, step)
         options: Any = {"storage_writer": writer, "process_group": self._group, "no_dist": self._group is None}
         try:
             if self._stager is not None:
@@ -160,8 +153,8 @@ class Checkpoints:
 class _Writer(HuggingFaceStorageWriter):
     """Writes to ``step-N.tmp`` and renames it. The two global methods run on rank 0 only, in DCP's order."""
 
-    def __init__(self, owner: Checkpoints, step: int, loss: float | None):
-        self.owner, self.step, self.loss = owner, step, loss
+    def __init__(self, owner: Checkpoints, step: int):
+        self.owner, self.step = owner, step
         self.final = owner.folder / "checkpoints" / _name(step)
         super().__init__(f"{self.final}{UNFINISHED}", save_distributed=True)
 
@@ -192,17 +185,15 @@ class _Writer(HuggingFaceStorageWriter):
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         if len(sizes) < sum(map(bool, results)):
             raise OSError(f"{folder.parent} is not one folder for all machines; give an --out that all of them see")
-        note = {"step": self.step, "loss": self.loss, "torch": torch.__version__, "bytes": sizes}
+        note = {"step": self.step, "torch": torch.__version__, "bytes": sizes}
         (folder / NOTE).write_text(json.dumps(note))
         flush(folder / NOTE)
         flush(folder)
         shutil.rmtree(self.final, ignore_errors=True)  # damaged, or of a run that went back
         folder.rename(self.final)
         flush(self.final.parent)
-        run, keep = self.owner.folder, self.owner.keep
-        stay = {path for path in checkpoints(run) if _damage(path) is None}
-        stay = {*sorted(stay)[-keep:], best_checkpoint(run) if self.owner.keep_best else None}
-        for path in {*checkpoints(run)} - stay:
+        there = checkpoints(self.owner.folder)
+        for path in {*there} - {*[path for path in there if _damage(path) is None][-self.owner.keep :]}:
             shutil.rmtree(path.rename(f"{path}{UNFINISHED}"))
 
 

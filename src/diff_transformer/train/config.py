@@ -52,8 +52,8 @@ class OptimConfig:
 class ParallelConfig:
     """How a run is spread over processes, one per device, which torchrun starts. A resumed run may change it."""
 
-    # "single", "ddp", "fsdp" (FSDP2), or "auto": "fsdp" with tensor parallel, else "ddp", "single" for one process
-    strategy: Literal["auto", "single", "ddp", "fsdp"] = "auto"
+    # "ddp": the whole model on each device; "fsdp": FSDP2; "auto": "fsdp" if a setting below needs it, else "ddp"
+    strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     tensor_parallel: PositiveInt = 1  # processes that share each layer by heads; the others share the rows of a batch
     context_parallel: PositiveInt = 1  # processes that share each row; multiplies with `tensor_parallel`
     # with "fsdp": copies of the sharded model (HSDP), such as one for each machine
@@ -68,15 +68,11 @@ class TrainConfig:
 
     # folder of a model or of a finished run to start from; None for random weights
     initial_model: str | None = None
-    # which are trained, the others stay as they start: "all", those of "attention", or "lora": lambda and norms of
-    # attention, and low-rank adapters of its matrices, which the saved model has merged
-    weights: Literal["all", "attention", "lora"] = "all"
-    lora_rank: PositiveInt = 16  # of the adapters; their scale is 2
+    weights: Literal["all", "attention"] = "all"  # which are trained; the others stay as they start
     steps: PositiveInt = 1000  # optimizer steps
     batch_size: PositiveInt = 16  # rows per step, over all processes and passes
     # rows per forward pass and process; memory grows with it; 0 for the process's whole share of the batch
     micro_batch_size: NonNegativeInt = 0
-    accumulate: PositiveInt = 1  # passes per step, instead of `micro_batch_size`
     # "32-true", "bf16-mixed" (weights and optimizer in fp32) or "64-true"
     precision: Literal["32-true", "bf16-mixed", "64-true"] = "32-true"
     seed: Seed = 0  # of the initial weights, the rows and their order
@@ -85,25 +81,19 @@ class TrainConfig:
     validation_rows: PositiveInt = 64  # held-out rows, at most
     checkpoint_every: PositiveInt = 200  # steps between two checkpoints
     checkpoint_keep: PositiveInt = 2  # newest checkpoints to keep
-    checkpoint_best: bool = True  # also keep the one with the lowest validation loss
     checkpoint_async: bool = False  # write in the background; needs main memory for one more state
-    # recomputed in the backward pass: "none", "selective" (all but products and attention), "full", or "auto", the
-    # first of these that fits the device's memory
-    activation_checkpointing: Literal["auto", "none", "selective", "full"] = "none"
+    # recomputed in the backward pass: "none", "selective" (all but products and attention) or "full"
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     compile: bool = False  # compile each layer (torch.compile)
-    # repeat bit for bit on a GPU too: attention's two-pass backward and PyTorch's deterministic algorithms
-    deterministic: bool = False
     threads: NonNegativeInt = 0  # CPU threads, which affect rounding; 0 for PyTorch's choice
     loss_chunk: NonNegativeInt = 0  # tokens whose logits are held at a time; 0 for all
-    prefetch: NonNegativeInt = 2  # batches prepared ahead; 0 for none
-    peak_flops: NonNegativeFloat = 0.0  # peak FLOP/s of a device, for MFU; 0 for the known or measured value
     wandb: bool = False  # send the metrics to Weights & Biases too, with its own environment variables
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def rows_of_a_pass(self, processes: int = 1) -> int:
         """Rows of a forward and backward pass, at most, of each of ``processes`` that share the rows of a batch."""
         share = self.batch_size // processes
-        passes = -(-share // self.micro_batch_size) if self.micro_batch_size else self.accumulate
+        passes = -(-share // self.micro_batch_size) if self.micro_batch_size else 1
         return -(-share // passes)
 
 

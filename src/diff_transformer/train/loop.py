@@ -5,9 +5,7 @@
 ``parallelize.py``, and nothing here depends on it.
 """
 
-import logging
 import math
-import os
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -24,23 +22,20 @@ from diff_transformer.train.checkpoint import Checkpoints, latest_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.heartbeat import Heartbeat
-from diff_transformer.train.initial_model import draw_weights, unfilled_model
+from diff_transformer.train.initial_model import choose_weights, draw_weights, unfilled_model
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, is_sharded, make_fabric, whole_model
 from diff_transformer.train.plan import Plan, resolve, world_size
 from diff_transformer.train.ranks import on_first_rank
-from diff_transformer.train.recompute import recompute, what_to_recompute
+from diff_transformer.train.recompute import recompute
 from diff_transformer.train.run_folder import check_run_folder, run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
-from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer, schedule_warning
-from diff_transformer.train.telemetry import Utilisation, by_source, describe, telemetry, utilisation
+from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer
+from diff_transformer.train.telemetry import by_source, describe, telemetry
 from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched
-from diff_transformer.train.weights import choose_weights
 
 __all__ = ["Diverged", "Interrupted", "Trained", "train"]
-
-logger = logging.getLogger("diff_transformer")
 
 Progress = Callable[[int, dict], None]  # called with the number of finished steps and the newest metrics
 
@@ -69,7 +64,6 @@ class Run:
     model: Any  # without its wrappers
     optimizer: torch.optim.Optimizer
     stepper: Stepper
-    utilisation: Utilisation
 
 
 def train(
@@ -107,7 +101,7 @@ def train(
     fabric = make_fabric(plan)
     run = build(plan, fabric, data or load_training_data(plan.config))
     say = announce if announce is not None and fabric.is_global_zero else lambda text: None
-    with ExitStack() as held, deterministic_algorithms(config.train.deterministic):
+    with ExitStack() as held:
         on_first_rank(fabric, lambda: held.enter_context(run_folder(folder, plan.config, resume=resume)))
         return _train(run, folder, resume, progress if fabric.is_global_zero else None, say)
 
@@ -115,13 +109,11 @@ def train(
 def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
     """The model of ``plan`` with its initial weights, spread over the processes of ``fabric``, and its optimizer."""
     config, settings = plan.config, plan.config.train
-    check_backend(config, fabric.device)
-    torch.manual_seed(settings.seed)  # of adapters
     model = unfilled_model(plan, data.tokenizer, data.first_rows)
-    choose_weights(model, settings)
+    choose_weights(model, settings.weights)
     context = make_context(fabric, settings.parallel)
     context.apply(model)
-    recompute(model, what_to_recompute(config, model.config, fabric))
+    recompute(model, settings.activation_checkpointing)
     objective = Objective(model, settings.loss_chunk)
     if settings.compile and plan.strategy != "fsdp":
         compile_layers(model)
@@ -133,38 +125,19 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
     stepper = Stepper(
         fabric, wrapped, fabric.setup_optimizers(optimizer), model, config, data.tokenizer.eos_token_id, context
     )
-    used = utilisation(model.config, config.data.length, fabric.device, given=settings.peak_flops, devices=plan.world)
-    return Run(plan, fabric, data, model, optimizer, stepper, used)
-
-
-def check_backend(config: RunConfig, device: torch.device) -> None:
-    """Raise UserError if ``model.backend`` names a backend that does not work on the device of a run."""
-    from diff_transformer.ops import available_backends
-
-    name = config.model.get("backend", "auto")
-    if name == "auto" or config.model.get("attention") == "softmax":
-        return
-    dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(config.train.precision, torch.float32)
-    usable = available_backends(device, dtype)
-    if name not in usable:
-        raise UserError(f"model.backend is {name!r}, which does not run on {device.type}; give {', '.join(usable)}")
+    return Run(plan, fabric, data, model, optimizer, stepper)
 
 
 def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say: Callable[[str], None]) -> Trained:
     """Load the last checkpoint if ``resume``, take the remaining steps, save the model."""
     fabric, settings, config = run.fabric, run.plan.config.train, run.plan.config
-    checkpoints = Checkpoints(
-        folder, keep=settings.checkpoint_keep, keep_best=settings.checkpoint_best, background=settings.checkpoint_async
-    )
+    checkpoints = Checkpoints(folder, keep=settings.checkpoint_keep, background=settings.checkpoint_async)
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
     say(describe(run.plan))
     if resume:
         say(f"continues after step {step:,} of {settings.steps:,}")
     if 0 < step < settings.steps:
         on_first_rank(fabric, lambda: refuse_other_rows(folder, run.data))
-    warning = schedule_warning(settings.steps, config.optim)
-    if warning and fabric.is_global_zero:
-        logger.warning(warning)
     log = None
     if fabric.is_global_zero:
         log = MetricsLog(folder, step, wandb=settings.wandb, settings=config.to_dict())
@@ -177,7 +150,7 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
                 log.close()
         model = whole_model(run.model, fabric.is_global_zero)
         if not (step == settings.steps and (folder / "model").exists()):  # users may have edited it
-            on_first_rank(fabric, lambda: save_model(model, run.data.tokenizer, folder / "model", config))
+            on_first_rank(fabric, lambda: save_model(model, run.data.tokenizer, folder / "model"))
     if stop.number is not None:
         raise Interrupted(f"{folder} is finished, and was then asked to stop", stop.number)
     return Trained(folder, model, run.data.tokenizer, config)
@@ -231,7 +204,7 @@ def _train_steps(
                 at(step, "checkpoint")
                 if log is not None:
                     log.flush()
-                checkpoints.save(done, run.model, run.optimizer, values.get("validation_loss"))
+                checkpoints.save(done, run.model, run.optimizer)
             if stopping:
                 checkpoints.wait()
                 text = f"stopped after step {done}, state saved in {folder}; continue with --resume"
@@ -256,7 +229,7 @@ def _batches(run: Run, first: int):
         with torch.cuda.device(gpu):  # a new thread starts on the first GPU; rows are pinned for the current one
             return make_rows(run.data, config, run.stepper.batch_part, step)
 
-    return prefetched(prepare, first, config.train.steps, ahead=config.train.prefetch)
+    return prefetched(prepare, first, config.train.steps)
 
 
 @contextmanager
@@ -277,11 +250,7 @@ def _watched(run: Run) -> Generator[Callable[[int, str], None]]:
 def _values(run: Run, outcome: Outcome, rate: float, speed: "_Speed") -> dict:
     """The values of a log line."""
     values: dict = {"loss": outcome.loss, "lr": rate, "grad_norm": outcome.norm, "grad_norm_by_part": outcome.norms}
-    per_second = speed.tokens_per_second()
-    values |= {**telemetry(run.model, run.fabric.device), "tokens_per_second": per_second}
-    mfu = run.utilisation.of(per_second)
-    if mfu is not None:
-        values["mfu"] = mfu
+    values |= {**telemetry(run.model, run.fabric.device), "tokens_per_second": speed.tokens_per_second()}
     sources = [*run.plan.config.data.shares]
     if len(sources) > 1:
         nats, tokens = torch.tensor(outcome.nats), torch.tensor(outcome.tokens)
@@ -300,33 +269,6 @@ def _diverged(run: Run, folder: Path, done: int, outcome: Outcome) -> Diverged:
         f"the last checkpoint ({latest_checkpoint(folder) or 'none yet'}) is intact. Lower optim.lr, or raise "
         "optim.warmup_steps"
     )
-
-
-@contextmanager
-def deterministic_algorithms(wanted: bool) -> Generator[None]:
-    """Context manager in which PyTorch's operators repeat bit for bit, if ``wanted``; it warns where one cannot.
-
-    PyTorch's attention does without cuDNN and a GPU's flash kernel, whose backward does not repeat (with warn_only).
-    """
-    if not wanted:
-        yield
-        return
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    memory: Any = torch.utils.deterministic
-    cuda, filling = torch.backends.cuda, memory.fill_uninitialized_memory
-    cudnn, flash = cuda.cudnn_sdp_enabled(), cuda.flash_sdp_enabled()
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when the first matrix product starts
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    memory.fill_uninitialized_memory = False
-    cuda.enable_cudnn_sdp(False)
-    cuda.enable_flash_sdp(flash and not torch.cuda.is_available())  # the CPU's repeats
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
-        memory.fill_uninitialized_memory = filling
-        cuda.enable_cudnn_sdp(cudnn)
-        cuda.enable_flash_sdp(flash)
 
 
 def refuse_other_rows(folder: Path, data: TrainingData) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from diff_transformer.checks import first_line, listed, require_extra
+from diff_transformer.checks import first_line, listed
 from diff_transformer.errors import UserError
 from diff_transformer.model.heads import MATCHED
 from diff_transformer.train.config import RunConfig, checked_model
@@ -49,8 +49,6 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     _check_passes(config)
     strategy = _strategy(config, world)
     source = None if config.train.initial_model is None else model_folder(config.train.initial_model)
-    if config.train.weights == "lora":
-        require_extra("inference", "train.weights=lora", "peft")
     vocabulary_size(config)
     if source is None:
         model: Any = DiffTransformerConfig(**config.model)
@@ -77,14 +75,7 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
 
 
 def _check_passes(config: RunConfig) -> None:
-    train, pieces = config.train, 2 * config.train.parallel.context_parallel
-    if train.batch_size % train.accumulate:
-        raise UserError(f"train.batch_size {train.batch_size} is not divisible by train.accumulate {train.accumulate}")
-    if train.micro_batch_size and train.accumulate > 1:
-        raise UserError(
-            f"train.micro_batch_size is {train.micro_batch_size} and train.accumulate {train.accumulate}, which both "
-            "set the number of passes of a step; set train.micro_batch_size=0 or train.accumulate=1"
-        )
+    pieces = 2 * config.train.parallel.context_parallel
     if pieces > 2 and config.data.length % pieces:
         raise UserError(
             f"data.length is {config.data.length}; train.parallel.context_parallel {pieces // 2} cuts a row into "
@@ -106,24 +97,16 @@ def _strategy(config: RunConfig, world: int) -> str:
             f"train.parallel.replicas is {parallel.replicas}, which does not divide {world // ways}, the processes "
             "beside tensor parallel; give a number that does"
         )
-    parts = world // group * train.accumulate
-    if train.batch_size % parts:
+    if train.batch_size % (world // group):
         raise UserError(
-            f"train.batch_size {train.batch_size} is not divisible by {parts}: {world // group} processes with rows of "
-            f"their own, train.accumulate {train.accumulate}; give a multiple of {parts}"
+            f"train.batch_size is {train.batch_size}, which {world // group} processes with rows of their own do not "
+            "divide; give a multiple"
         )
     sharded = parallel.strategy == "fsdp" or ways > 1 or parallel.replicas > 1
-    if sharded and parallel.strategy in ("single", "ddp"):
+    if sharded and parallel.strategy == "ddp":
         raise UserError(
-            f"train.parallel.strategy is {parallel.strategy!r}, under which every process has a copy of the model: "
-            f"tensor_parallel {ways} and replicas {parallel.replicas} need strategy 'fsdp'"
-        )
-    if parallel.strategy == "single" and world > 1:
-        raise UserError(f"train.parallel.strategy is 'single', but there are {world} processes; give 'ddp' or 'fsdp'")
-    if sharded and train.weights == "lora":
-        raise UserError(
-            "train.weights is 'lora', which trains with one process or strategy 'ddp', not sharded; leave sharding "
-            "out, or give train.weights=attention"
+            f"train.parallel.strategy is 'ddp', under which every process has a copy of the model: tensor_parallel "
+            f"{ways} and replicas {parallel.replicas} need strategy 'fsdp'"
         )
     if sharded and train.precision == "64-true":
         raise UserError("train.precision is '64-true'; with strategy 'fsdp' give '32-true' or 'bf16-mixed'")

@@ -1,20 +1,16 @@
 """Activations that a step keeps for its backward pass, and those it recomputes (``train.activation_checkpointing``)."""
 
-import logging
 import os
 from collections import defaultdict, deque
 from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric.strategies import ModelParallelStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.cost import TrainingMemory, training_memory
-from diff_transformer.train.config import RunConfig
 
 # Operators whose results "selective" keeps: matrix products, and attention as a whole, by whichever backend.
 _KEPT = (
@@ -25,45 +21,7 @@ _KEPT = (
 )  # fmt: skip
 
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # in the configurations of transformers
-FILLED = 0.85  # of a device's memory, at most: the cost model leaves out the allocator's overhead
-
-logger = logging.getLogger("diff_transformer")
-
-
-def what_to_recompute(run: RunConfig, config: Any, fabric: Any) -> str:
-    """``train.activation_checkpointing`` of a run with the model ``config``; "auto" by the cost model."""
-    asked = run.train.activation_checkpointing
-    if asked != "auto":
-        return asked
-    from diff_transformer.model.convert.from_softmax import nearest
-
-    memory = device_memory(fabric.device)
-    sharded = isinstance(fabric.strategy, ModelParallelStrategy)
-    needed = memory_by_recomputation(run, nearest(config), fabric.world_size, sharded=sharded)
-    chosen = next((what for what, used in needed.items() if used.total <= FILLED * memory), "full")
-    logger.info("train.activation_checkpointing: %s, for %.1f of %.1f GiB", chosen, needed[chosen].gib, memory / 2**30)
-    return chosen
-
-
-def memory_by_recomputation(run: RunConfig, config: Any, world: int, *, sharded: bool) -> dict[str, TrainingMemory]:
-    """Memory of a step on each of ``world`` devices, by what is recomputed, from the least to the most.
-
-    Args:
-        config: of the model.
-        sharded: whether the devices share weights and optimizer state (FSDP2).
-    """
-    parallel = run.train.parallel
-    ways, sharing = parallel.tensor_parallel, parallel.context_parallel
-    rows = run.train.rows_of_a_pass(world // (ways * sharing))
-    devices = world // (ways * parallel.replicas) if sharded else 1
-    return {
-        what: training_memory(
-            config, tokens=rows * run.data.length // sharing, devices=devices,
-            mixed=run.train.precision == "bf16-mixed", activation_checkpointing=what,
-            loss_chunk=run.train.loss_chunk, tensor_parallel=ways, context_parallel=sharing,
-        )
-        for what in ("none", "selective", "full")
-    }  # fmt: skip
+FILLED = 0.85  # of a device's memory that an estimate may use: it leaves out the allocator's overhead
 
 
 def device_memory(device: torch.device) -> int:

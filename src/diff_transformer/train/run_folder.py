@@ -13,14 +13,12 @@ from filelock import FileLock, Timeout
 from diff_transformer.checks import differences
 from diff_transformer.durable import PARTIAL, remove, replacing, require_writable
 from diff_transformer.errors import UserError
-from diff_transformer.model.card import label_of, write_card
-from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.train.config import RunConfig
 
 LOCK = "run.lock"
 # Settings that a resumed run may change: they affect results by rounding at most. evaluation.seed draws held-out rows.
 _FREE = re.compile(
-    r"evaluation\.(?!seed:)|train\.(checkpoint_\w+|parallel\.\w+|prefetch|peak_flops|accumulate|micro_batch_size|loss_chunk"
+    r"evaluation\.(?!seed:)|train\.(checkpoint_\w+|parallel\.\w+|micro_batch_size|loss_chunk"
     r"|activation_checkpointing|compile|threads|log_every|validate_every|wandb):"
 )
 
@@ -88,39 +86,11 @@ def run_folder(folder: Path, config: RunConfig, *, resume: bool) -> Generator[No
         yield
 
 
-def save_model(model, tokenizer, folder: Path, config: RunConfig) -> None:
-    """Write model, tokenizer and a card with ``training_facts`` to ``folder`` in Hugging Face's format, atomically."""
+def save_model(model, tokenizer, folder: Path) -> None:
+    """Write model and tokenizer to ``folder`` in Hugging Face's format, atomically."""
     for unfinished in folder.parent.glob(f"{folder.name}.*{PARTIAL}"):
         remove(unfinished)
     with replacing(folder) as partial:
-        partial.mkdir()
-        if isinstance(model.config, DiffTransformerConfig) or hasattr(model.config, "differential"):
-            write_card(model, partial, training_facts(config))
         model.save_pretrained(partial)
         tokenizer.save_pretrained(partial)
         remove(folder)  # of a run that was finished and went back; its checkpoint is newer
-
-
-def training_facts(config: RunConfig) -> dict[str, str]:
-    """How ``config`` trains a model, for its card. Folders are named without the path to them."""
-    data, settings, optim = config.data, config.train, config.optim
-    corpora = data.corpora or {data.corpus: 1.0}
-    tokens = settings.steps * settings.batch_size * data.length
-    initial = settings.initial_model
-    facts = {
-        "recipe": config.name,
-        "steps": f"{settings.steps:,}, each of {settings.batch_size} rows of {data.length:,} tokens",
-        "tokens": f"{tokens:,}",
-        "corpus": ", ".join(_named(name, weight, len(corpora)) for name, weight in corpora.items()),
-        "sources of rows": ", ".join(_named(name, share, len(data.shares)) for name, share in data.shares.items()),
-        "optimizer": f"AdamW, learning rate {optim.lr:g} after {optim.warmup_steps:,} steps of warm-up, falling "
-        f"linearly to {optim.lr * optim.final_lr_ratio:g}; weight decay {optim.weight_decay:g}",
-        "precision": settings.precision,
-        "start": "random weights" if initial is None else f"the weights of {label_of(initial)}",
-        "seed of weights and rows": f"{settings.seed}",
-    }
-    return {name: " ".join(value.replace("|", "/").split()) for name, value in facts.items()}
-
-
-def _named(name: str, weight: float, of: int) -> str:
-    return Path(name).name if of == 1 else f"{Path(name).name} ({weight:g})"

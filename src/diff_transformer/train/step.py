@@ -184,14 +184,3 @@ def learning_rate(step: int, steps: int, config: OptimConfig) -> float:
     rest = max(1, steps - config.warmup_steps)
     done = min(1.0, (step + 1 - config.warmup_steps) / rest)
     return config.lr * (1.0 - (1.0 - config.final_lr_ratio) * done)
-
-
-def schedule_warning(steps: int, config: OptimConfig) -> str | None:
-    """A warning about a run that ends within its warm-up; None for any other run."""
-    if steps > config.warmup_steps:
-        return None
-    last = learning_rate(steps - 1, steps, config)
-    return (
-        f"optim.warmup_steps {config.warmup_steps} is not less than train.steps {steps}: the learning rate ends at "
-        f"{last:.3g} of {config.lr:.3g} and never decays; for more than a trial give fewer optim.warmup_steps"
-    )

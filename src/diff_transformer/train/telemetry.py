@@ -1,12 +1,10 @@
-"""Measurements during training: gradient norms by part, lambda and head-norm gain by layer, memory, FLOPs utilisation.
+"""Measurements during training: gradient norms by part, lambda and head-norm gain by layer, memory.
 
 Functions of the model return the same numbers on every rank, also for a sharded model, and every rank must call them.
 """
 
 import re
-import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.train.estimate import about, known_peak
+from diff_transformer.train.estimate import about
 
 PARTS = (
     ("lambda", r"lambda|\blam\b"),
@@ -113,45 +111,12 @@ def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, f
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
-    """Peak memory in bytes: on CUDA of PyTorch's tensors since the last call, else of the process since its start."""
-    if device.type == "cuda":
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return {"peak_memory_bytes": peak}
-    try:
-        import resource
-    except ImportError:  # not on Windows
+    """Peak bytes of PyTorch's tensors on a GPU since the last call; nothing for the CPU."""
+    if device.type != "cuda":
         return {}
-    unit = 1 if sys.platform == "darwin" else 1024
-    return {"peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit}
-
-
-@dataclass(frozen=True)
-class Utilisation:
-    """Model FLOPs utilisation (MFU): the share of the devices' peak that the model's own arithmetic takes."""
-
-    flops_per_token: int | None  # of a training step: 3 x the forward pass, recomputation not counted; None if unknown
-    peak: float | None  # FLOP/s of one device; None if unknown
-    devices: int = 1
-
-    def of(self, tokens_per_second: float) -> float | None:
-        """The utilisation at a speed of all devices together; None if the peak or the FLOPs are unknown."""
-        if self.peak is None or self.flops_per_token is None:
-            return None
-        return tokens_per_second * self.flops_per_token / (self.peak * self.devices)
-
-
-def utilisation(config, length: int, device: torch.device, *, given: float = 0.0, devices: int = 1) -> Utilisation:
-    """``Utilisation`` of a model's configuration on a device.
-
-    Args:
-        given: peak FLOP/s of a device (``train.peak_flops``); 0 for the data sheet of a known GPU, dense bf16.
-    """
-    from diff_transformer.model.convert.from_softmax import has_experts, nearest
-    from diff_transformer.model.cost import model_cost
-
-    flops = None if has_experts(config) else model_cost(nearest(config), length=length).training_flops_per_token
-    return Utilisation(flops, given or known_peak(device), devices)
+    peak = torch.cuda.max_memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    return {"peak_memory_bytes": peak}
 
 
 def describe(plan: Any) -> str:
@@ -162,7 +127,7 @@ def describe(plan: Any) -> str:
     config, settings = plan.config, plan.config.train
     tokens = settings.steps * settings.batch_size * config.data.length
     cost = model_cost(nearest(plan.model), length=config.data.length)
-    time = about(tokens * cost.training_flops_per_token, peak=settings.peak_flops, devices=plan.world)
+    time = about(tokens * cost.training_flops_per_token, devices=plan.world)
     kind = getattr(plan.model, "attention", plan.model.model_type)
     lines = [
         f"{config.name}: {kind}, {cost.total_parameters:,} parameters from {plan.source or f'seed {settings.seed}'}",

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
 _TOKENIZER_NEEDLES = 20_000
+_AHEAD = 2  # batches
 
 
 @dataclass(frozen=True)
@@ -207,20 +208,17 @@ T = TypeVar("T")
 
 
 @contextmanager
-def prefetched(prepare: Callable[[int], T], first: int, last: int, *, ahead: int = 2) -> Generator[Iterator[T]]:
-    """Iterate over ``prepare(first), ..., prepare(last - 1)``, made up to ``ahead`` steps early in a thread.
+def prefetched(prepare: Callable[[int], T], first: int, last: int) -> Generator[Iterator[T]]:
+    """Iterate over ``prepare(first), ..., prepare(last - 1)``, made up to two steps early in a thread.
 
     ``prepare`` must depend on the step alone, so that running ahead changes no batch. An exception of ``prepare`` is
-    raised where its batch is asked for. With ``ahead`` 0 there is no thread. Leaving the context ends the thread.
+    raised where its batch is asked for. Leaving the context ends the thread.
     """
-    if not ahead:
-        yield map(prepare, range(first, last))
-        return
     with ThreadPoolExecutor(1, thread_name_prefix="prefetch") as thread:
-        ready = deque(thread.submit(prepare, step) for step in range(first, min(first + ahead, last)))
+        ready = deque(thread.submit(prepare, step) for step in range(first, min(first + _AHEAD, last)))
 
         def batches() -> Iterator[T]:
-            for step in range(first + ahead, last + ahead):
+            for step in range(first + _AHEAD, last + _AHEAD):
                 batch = ready.popleft().result()
                 if step < last:
                     ready.append(thread.submit(prepare, step))

@@ -63,7 +63,7 @@ def one_gpu_16k() -> RunConfig:
     config.optim.lr, config.optim.warmup_steps = 2e-4, 20
     config.train.steps, config.train.batch_size = 200, 4
     config.train.validate_every, config.train.validation_rows, config.train.checkpoint_every = 50, 8, 100
-    config.train.activation_checkpointing = "auto"
+    config.train.activation_checkpointing = "selective"
     config.train.loss_chunk = 4096
     config.evaluation.needles = ((4, 1), (8, 1))
     return config

@@ -173,7 +173,7 @@ def _cluster(*, steps: int, batch_size: int, length: int) -> TrainConfig:
         validation_rows=256,
         checkpoint_every=500,
         checkpoint_async=True,
-        activation_checkpointing="auto",
+        activation_checkpointing="selective",
         loss_chunk=4096,
         compile=True,
         parallel=ParallelConfig(strategy="fsdp"),

@@ -51,7 +51,6 @@ def recall(pairs: int, noise: int) -> RunConfig:
             validation_rows=64,
             checkpoint_every=500,
             checkpoint_keep=1,
-            checkpoint_best=False,
             threads=1,
         ),
     )
