@@ -9,7 +9,6 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
 from diff_transformer.evals.allocation import Settings, evaluate_allocation, shares_of
-from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.testing import peak_memory
 
@@ -69,25 +68,6 @@ def test_shares_by_hand():
     answer, noise = shares_of(row, 0, 3, 5)  # the answer begins at the first token, which counts as neither
     assert answer.tolist() == pytest.approx([0.3, 1.0])
     assert noise.tolist() == pytest.approx([0.1, 0.0])
-
-
-def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
-    sizes = {"length": 300, "samples": 3, "depths": (0.0, 1.0)}
-    whole, model = evaluate_allocation(Fake(), filler, Settings(**sizes)), Fake()
-    inside = model.last_row_attention
-
-    def stops(ids):
-        if model.calls == 4:
-            raise KeyboardInterrupt
-        return inside(ids)
-
-    model.last_row_attention = stops
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_allocation(model, filler, Settings(**sizes), samples=Samples(tmp_path / "journal"))
-    again = Fake()
-    resumed = evaluate_allocation(again, filler, Settings(**sizes), samples=Samples(tmp_path / "journal", resume=True))
-    assert resumed.rows == whole.rows
-    assert again.calls == 2
 
 
 def make(kind, positions=512):

@@ -15,7 +15,7 @@ from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.evals.hallucination import Settings, evaluate_hallucination, frame, trimmed
-from diff_transformer.evals.judges import NO, ContainmentJudge, Judgement
+from diff_transformer.evals.judges import Judgement, contained
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import fit_document
 from diff_transformer.evals.samples import Samples
@@ -55,22 +55,18 @@ def copies(prompt):
 
 
 def test_copying_scores_one_and_inventing_zero():
-    true = evaluate_hallucination(Writer(copies), SETS, ContainmentJudge())
+    true = evaluate_hallucination(Writer(copies), SETS, contained)
     assert mean(true, set="towers") == mean(true, set="ferries") == 1.0
     assert true.rows[0]["got"] == "10"
     assert true.rows[-1]["got"] == "On day 3 the ferry sank near the island."
     assert (true.rows[0]["expected"], true.rows[0]["verdict"], true.rows[0]["score"]) == ("10", "yes", 1.0)
-    false = evaluate_hallucination(Writer(lambda prompt: "77 volcanoes"), SETS, ContainmentJudge())
+    false = evaluate_hallucination(Writer(lambda prompt: "77 volcanoes"), SETS, contained)
     assert mean(false) == 0.0
     json.dumps(true.rows)
 
 
 def test_silence_is_wrong_and_no_judge_is_asked():
-    class Never(ContainmentJudge):
-        def __call__(self, item, output):
-            raise AssertionError("asked")
-
-    result = evaluate_hallucination(Writer(lambda prompt: " \n\n"), SETS, Never())
+    result = evaluate_hallucination(Writer(lambda prompt: " \n\n"), SETS, judge=None)
     assert {(row["score"], row["got"]) for row in result.rows} == {(0.0, "")}
 
 
@@ -82,7 +78,7 @@ def test_the_output_ends_where_a_base_model_starts_anew():
 
 def test_the_model_s_text_is_text():
     hostile = "__import__('os').abort(); {0.__class__} %s <|endoftext|>"
-    result = evaluate_hallucination(Writer(lambda prompt: hostile), {"t": QUESTIONS[:1]}, ContainmentJudge())
+    result = evaluate_hallucination(Writer(lambda prompt: hostile), {"t": QUESTIONS[:1]}, contained)
     assert result.rows[0]["got"] == hostile
     assert result.rows[0]["verdict"] == "no"
 
@@ -91,15 +87,6 @@ def test_prompts_end_with_what_the_model_must_fill():
     assert frame(QUESTIONS[0], "D.").startswith("D.\n\n")
     assert frame(QUESTIONS[0], "D.").endswith("\n\nQuestion: How many steps?\nAnswer:")
     assert frame(SUMMARIES[0], "D.") == "Article:\nD.\n\nA summary of the article in a few sentences:"
-
-
-class Recorder(ContainmentJudge):
-    def __init__(self):
-        self.documents = []
-
-    def __call__(self, item, output):
-        self.documents.append(item.document)
-        return Judgement("yes", "")
 
 
 @pytest.fixture(scope="module")
@@ -112,25 +99,28 @@ def tiny():
 def test_long_texts_are_cut_to_the_positions_and_the_judge_sees_the_same(tiny, monkeypatch):
     monkeypatch.setattr(tiny, "generate", lambda prompts, count: ["something"] * len(prompts))
     long, short = GroundedItem("summary", "wörd " * 100), GroundedItem("summary", "A short one.")
-    judge = Recorder()
+    documents = []
+
+    def judge(item, output):
+        documents.append(item.document)
+        return Judgement("yes", "")
+
     result = evaluate_hallucination(tiny, {"s": [long, short]}, judge, Settings(summary_tokens=40))
     cut, whole = result.rows
     assert (cut["truncated"], whole["truncated"]) == (True, False)
     assert 256 - 40 - 1 <= len(cut["prompt"].encode()) <= 256 - 40
     assert cut["document_tokens"] == 600
-    assert cut["document_tokens_kept"] == len(judge.documents[0].encode()) < 216
-    assert long.document.startswith(judge.documents[0])
-    assert judge.documents[0] in cut["prompt"]
-    assert judge.documents[1] == short.document
+    assert cut["document_tokens_kept"] == len(documents[0].encode()) < 216
+    assert long.document.startswith(documents[0])
+    assert documents[0] in cut["prompt"]
+    assert documents[1] == short.document
 
 
 def test_a_length_beyond_the_positions_or_too_short_is_refused(tiny):
-    with pytest.raises(ValueError, match="length 257 is more than the 256 positions of tiny"):
-        evaluate_hallucination(tiny, SETS, ContainmentJudge(), Settings(length=257))
+    with pytest.raises(ValueError, match="length has 257 tokens, more than the 256 positions of tiny"):
+        evaluate_hallucination(tiny, SETS, contained, Settings(length=257))
     with pytest.raises(ValueError, match=r"60 tokens leave \d+ for a document of \d+, below the least of 16"):
-        evaluate_hallucination(
-            tiny, SETS, ContainmentJudge(), Settings(length=100, summary_tokens=40, answer_tokens=40)
-        )
+        evaluate_hallucination(tiny, SETS, contained, Settings(length=100, summary_tokens=40, answer_tokens=40))
 
 
 def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
@@ -138,14 +128,9 @@ def test_a_document_is_cut_so_that_the_tokenizer_s_own_beginning_fits_too():
     assert (fitted.prompt, fitted.kept, fitted.tokens) == ("<abcdefghijklmnopq>", 17, 26)
     lm = tiny_lm("llama", positions=300, tokenizer=bos_tokenizer())
     long = GroundedItem("summary", "A long text about nothing. " * 40, references=("It is long.",))
-    (row,) = evaluate_hallucination(lm, {"s": [long]}, ContainmentJudge(), Settings(summary_tokens=40)).rows
+    (row,) = evaluate_hallucination(lm, {"s": [long]}, contained, Settings(summary_tokens=40)).rows
     assert row["truncated"]
     assert len(lm.tokenizer(row["prompt"])["input_ids"]) == 260
-
-
-def test_a_question_without_a_document_that_does_not_fit_is_refused():
-    with pytest.raises(ValueError, match="5 tokens leave 0 for a document of 0"):
-        fit_document(byte_tokenizer(), "", lambda text: f"<{text}: who?>", 5)
 
 
 def test_cutting_keeps_as_much_as_fits():
@@ -163,53 +148,11 @@ def test_a_tokenizer_without_a_fast_backend_is_refused(document):
         fit_document(ByT5Tokenizer(), document, lambda text: f"<{text}>", 60)
     lm = CausalLM(tiny_model("llama"), ByT5Tokenizer(), "slow")
     with pytest.raises(ValueError, match=wanted):
-        evaluate_hallucination(
-            lm, {"s": [GroundedItem("summary", document)]}, ContainmentJudge(), Settings(summary_tokens=8)
-        )
-
-
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path):
-    whole = evaluate_hallucination(Writer(copies), SETS, ContainmentJudge())
-    journal, calls = tmp_path / "journal.jsonl", []
-
-    class Breaks(ContainmentJudge):
-        def __call__(self, item, output):
-            calls.append(item.id)
-            if len(calls) == 4:
-                raise KeyboardInterrupt
-            return super().__call__(item, output)
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_hallucination(Writer(copies), SETS, Breaks(), samples=Samples(journal))
-    writer = Writer(copies)
-    resumed = evaluate_hallucination(writer, SETS, Breaks(), samples=Samples(journal, resume=True))
-    assert resumed.rows == whole.rows
-    assert calls[3:6] == ["q13", "q13", "q14"]  # the one it stopped at is judged again, those before are not
-    assert not [prompt for prompt in writer.prompts if "Question" in prompt]
-
-
-def test_an_interrupted_run_that_goes_on_with_another_judge_asks_it_about_everything(tmp_path):
-    class Broken(ContainmentJudge):
-        def __call__(self, item, output):
-            if item.id == "q13":
-                raise KeyboardInterrupt
-            return super().__call__(item, output)
-
-    class Never(ContainmentJudge):
-        name = "never"
-
-        def __call__(self, item, output):
-            return Judgement(NO, "never")
-
-    journal = tmp_path / "journal.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_hallucination(Writer(copies), SETS, Broken(), samples=Samples(journal))
-    result = evaluate_hallucination(Writer(copies), SETS, Never(), samples=Samples(journal, resume=True))
-    assert {row["verdict"] for row in result.rows} == {NO}
+        evaluate_hallucination(lm, {"s": [GroundedItem("summary", document)]}, contained, Settings(summary_tokens=8))
 
 
 def test_limit_takes_the_first_of_each_set():
-    result = evaluate_hallucination(Writer(copies), SETS, ContainmentJudge(), samples=Samples(limit=2))
+    result = evaluate_hallucination(Writer(copies), SETS, contained, samples=Samples(limit=2))
     assert [row["set"] for row in result.rows] == ["towers", "towers", "ferries", "ferries"]
 
 
@@ -217,7 +160,7 @@ def test_limit_takes_the_first_of_each_set():
 def test_models_of_other_families(family):
     lm = tiny_lm(family, positions=200, vocab_size=258, eos_token_id=256)
     items = [GroundedItem("question", "No such thing is known. " * n, "Who?", ("Nobody",)) for n in (1, 2, 20)]
-    result = evaluate_hallucination(lm, {"q": items}, ContainmentJudge(), Settings(answer_tokens=8))
+    result = evaluate_hallucination(lm, {"q": items}, contained, Settings(answer_tokens=8))
     assert [row["truncated"] for row in result.rows] == [False, False, True]
     assert all(len(row["prompt"].encode()) + 8 <= 200 for row in result.rows)
 

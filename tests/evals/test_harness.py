@@ -66,7 +66,7 @@ def knowing(items=ITEMS, right=0.0, wrong=-50.0):
 
 def test_a_model_that_knows_scores_one_and_its_opposite_zero():
     right = evaluate_harness(knowing(), TASKS)
-    assert (mean(right), mean(right, "truncated")) == (1.0, 0.0)
+    assert mean(right) == 1.0
     wrong = evaluate_harness(knowing(right=-500.0, wrong=0.0), TASKS)
     assert mean(wrong) == 0.0
     for row, item in zip(right.rows, ITEMS, strict=False):
@@ -75,20 +75,6 @@ def test_a_model_that_knows_scores_one_and_its_opposite_zero():
         assert row["score"] == 1.0
     assert all(row["got"] != row["expected"] for row in wrong.rows)
     json.dumps(right.rows)
-
-
-def test_length_counts_in_acc_norm_alone():
-    """Every character costs one nat and every choice one more: the shortest wins in acc, the longest in acc_norm."""
-    taste = Taste(lambda context, continuation: -len(continuation))
-    by_acc = evaluate_harness(taste, TASKS, Settings(metric="acc"))
-    by_norm = evaluate_harness(taste, TASKS, Settings(metric="acc_norm"))
-    shortest = [min(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
-    longest = [max(item.choices, key=len) == item.choices[item.answer] for item in ITEMS[:8]]
-    assert mean(by_acc) == mean(by_norm, "acc") == sum(shortest) / 8
-    assert mean(by_norm) == mean(by_acc, "acc_norm") == sum(longest) / 8
-    assert [row["score"] for row in by_norm.rows] == [float(x) for x in longest]
-    for result in (by_acc, by_norm):
-        assert all((row["got"] == row["expected"]) == (row["score"] == 1.0) for row in result.rows)
 
 
 def test_the_paper_takes_acc_norm_for_hellaswag_alone():
@@ -130,9 +116,7 @@ def test_without_examples_of_their_own_the_other_items_serve():
     ("options", "message"),
     [
         ({"shots": 5}, "5 shots are more than the 4 examples that sums has"),
-        ({"shots": -1}, "shots is -1"),
-        ({"metric": "f1"}, "metric is 'f1'; give one of paper, acc, acc_norm"),
-        ({"samples": 0}, "items is 0"),
+        ({"samples": 0}, "samples is 0"),
     ],
 )
 def test_settings_that_cannot_be(options, message):
@@ -140,34 +124,12 @@ def test_settings_that_cannot_be(options, message):
         evaluate_harness(knowing(), TASKS, Settings(**options))
 
 
-def test_an_interrupted_run_goes_on_with_the_next_task(tmp_path):
-    tasks = {"first": TASKS["sums"], "second": task_of(ITEMS[2:7], ITEMS[8:])}
-    whole = evaluate_harness(knowing(), tasks, Settings(shots=1))
-    taste = knowing()
-    broken = knowing()
-
-    def breaks(context, continuation):
-        if len(broken.seen) > 3 * 8:
-            raise KeyboardInterrupt
-        return taste.likes(context, continuation)
-
-    broken.likes = breaks
-    journal = tmp_path / "journal.jsonl"
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_harness(broken, tasks, Settings(shots=1), samples=Samples(journal))
-    resumed = evaluate_harness(taste, tasks, Settings(shots=1), samples=Samples(journal, resume=True))
-    assert {context for context, _ in taste.seen} <= {row["prompt"] for row in whole.rows if row["task"] == "second"}
-    assert resumed.rows == whole.rows
-
-
 def test_limit_and_items_take_the_first_ones():
     assert len(evaluate_harness(knowing(), TASKS, Settings(samples=3)).rows) == 3
-    steps = []
-    limited = Samples(limit=2, bar=lambda *step: steps.append(step))
+    limited = Samples(limit=2)
     assert [row["prompt"] for row in evaluate_harness(knowing(), TASKS, samples=limited).rows] == [
         f"Question: {item.question}\nAnswer:" for item in ITEMS[:2]
     ]
-    assert steps[-1] == ("sums", 2, 2)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "diffllama", "diff"])
@@ -179,31 +141,6 @@ def test_any_model_is_scored_by_its_own_log_probabilities(family):
         expected = continuation_logprobs(lm, [list(row["prompt"].encode())], [choices])[0]
         assert row["logprobs"] == pytest.approx(expected, abs=2e-4)
         assert row["got"] == item.choices[max(range(3), key=expected.__getitem__)]
-
-
-def test_prompts_longer_than_the_positions_are_counted_and_the_end_is_what_is_seen():
-    lm = tiny_lm("gpt2", vocab_size=258)
-    long = MultipleChoiceItem("x" * 300, ("one", "two"), 0)
-    room = 128 + 1 - len("Question: \nAnswer: one")  # the last token of a choice is scored, never read
-    fits, over = (MultipleChoiceItem("x" * length, ("one", "two"), 0) for length in (room, room + 1))
-    result = evaluate_harness(lm, {"long": task_of([long, fits, over, ITEMS[0]])})
-    assert [row["truncated"] for row in result.rows] == [True, False, True, False]
-    seen = list(result.rows[0]["prompt"].encode())[-(128 + 1 - len(" one")) :]
-    expected = continuation_logprobs(lm, [seen], [[list(b" one"), list(b" two")]])[0]
-    assert result.rows[0]["logprobs"] == pytest.approx(expected, abs=2e-4)
-    with pytest.raises(ValueError, match="row 0 of long: a choice has 201 tokens, more than the 128 positions of gpt2"):
-        evaluate_harness(lm, {"long": task_of([MultipleChoiceItem("q", ("y" * 200, "z"), 0)])})
-
-
-def test_an_item_with_a_choice_that_the_model_cannot_read_is_skipped_and_counted():
-    lm = tiny_lm("gpt2", vocab_size=258)
-    items = [ITEMS[0], MultipleChoiceItem("q", ("y" * 200, "z"), 0), ITEMS[1]]
-    result = evaluate_harness(lm, {"long": task_of(items)})
-    skipped = result.rows[1]
-    assert skipped["skipped"] == "row 1 of long: a choice has 201 tokens, more than the 128 positions of gpt2"
-    assert skipped["score"] is None
-    without = evaluate_harness(lm, {"long": task_of([ITEMS[0], ITEMS[1]])})
-    assert [row for row in result.rows if "skipped" not in row] == without.rows
 
 
 HUB_ROWS = {
@@ -251,7 +188,6 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
         assert row["expected"] == GOLD[row["task"]]
         assert row["score"] == row["acc_norm" if row["task"] == "hellaswag" else "acc"]
         assert (row["got"] == row["expected"]) == (row["score"] == 1.0)
-    assert mean(result, "truncated", task="arc_easy" if shots else "piqa") == bool(shots)
 
 
 def published(name: str, row: dict) -> dict:

@@ -99,24 +99,6 @@ def test_long_texts_in_chunks_are_one_forward(lm):
         torch.testing.assert_close(position_losses(lm, ids, chunk=chunk).double(), expected, atol=2e-5, rtol=1e-4)
 
 
-def test_beyond_the_positions():
-    lm, gpt2 = make_lm("diff"), make_lm("gpt2")
-    ids = draw(9, 90)[0]
-    with pytest.raises(ValueError, match="89 tokens, more than the 64 positions of diff"):
-        position_losses(lm, ids)
-    losses = position_losses(lm, ids, allow_beyond=True, chunk=20)
-    assert losses.shape == (89,)
-    assert losses.isfinite().all()
-    with pytest.raises(ValueError, match="learned a table of 64 positions"):
-        position_losses(gpt2, ids, allow_beyond=True)
-    assert len(position_losses(lm, ids[:65])) == 64
-    with pytest.raises(ValueError, match=r"66 tokens, more than the 64 positions of diff"):
-        continuation_logprobs(lm, [ids[:60]], [[ids[:2], ids[:7]]])
-    assert continuation_logprobs(lm, [ids[:60]], [[ids[60:65]]])[0] == pytest.approx(
-        [alone(lm, ids[:60], ids[60:65])], abs=2e-4
-    )
-
-
 def test_errors():
     lm = make_lm("diff")
     with pytest.raises(ValueError, match="needs at least one token"):

@@ -11,8 +11,7 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import long_nll
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.long_nll import Settings, bin_edges, binned, evaluate_long_nll
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.long_nll import Settings, bin_edges, evaluate_long_nll
 from diff_transformer.lab.evaluate import settings_of
 from diff_transformer.lab.quantities import Quantity, loss_up_to
 from diff_transformer.lab.rows import Rows, read_file, rows_of
@@ -39,14 +38,11 @@ def test_bins_hold_every_position_once():
     assert {2**i for i in range(17)} <= set(edges)
     assert edges[-1] == 65536
     assert len(edges) < 70
-    losses = torch.arange(1.0, 11.0)
-    parts = binned(losses, [0, 1, 2, 4, 10])
-    assert parts == {"sums": [1.0, 2.0, 7.0, 45.0], "counts": [1, 1, 2, 6]}
 
 
 def test_metrics_are_the_means_of_one_forward_pass():
     lm = make_lm()
-    result = evaluate_long_nll(lm, BOOKS, Settings(length=150, chunk=32))
+    result = evaluate_long_nll(lm, BOOKS, Settings(length=150))
     by_book = books_of(result)
     assert [*by_book] == ["first", "second", "third"]
     losses = []
@@ -101,13 +97,6 @@ def test_any_model_and_a_beginning_of_text_token():
     assert sum(row["sum"] for row in result.rows) / 8 == pytest.approx(lm.token_losses(ids).mean().item(), abs=1e-5)
 
 
-def test_positions_are_a_limit_unless_told():
-    lm = make_lm()
-    with pytest.raises(ValueError, match=r"length 220 is more than the 200 positions of tiny .*allow_beyond"):
-        evaluate_long_nll(lm, BOOKS, Settings(length=220))
-    assert evaluate_long_nll(lm, BOOKS, Settings(length=220, allow_beyond=True)).rows[-1]["end"] == 220
-
-
 @pytest.mark.parametrize(
     ("family", "split", "books"),
     [("diff", None, 2), ("llama", None, 20), ("diff", "all", 20), ("llama", "held-out", 2)],
@@ -128,34 +117,14 @@ def test_texts_that_are_too_short_are_named():
         evaluate_long_nll(make_lm(), BOOKS, Settings(length=0))
 
 
-def test_an_interrupted_run_goes_on_book_by_book(tmp_path):
-    lm = make_lm()
-    whole = evaluate_long_nll(lm, BOOKS, Settings(length=64))
-
-    def stop(part, done, total):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    settings = {"length": 64}
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_long_nll(lm, BOOKS, Settings(length=64), samples=Samples(tmp_path / "j", settings=settings, bar=stop))
-    read = []
-    lm.model.register_forward_pre_hook(lambda *_: read.append(1))
-    resumed = evaluate_long_nll(
-        lm, BOOKS, Settings(length=64), samples=Samples(tmp_path / "j", settings=settings, resume=True)
-    )
-    assert len(read) == 1  # the third book alone
-    assert resumed.rows == whole.rows
-
-
 def test_the_command(tmp_path):
     (tmp_path / "books").mkdir()
     for book in BOOKS:
         (tmp_path / "books" / f"{book.name}.txt").write_text(book.text)
     options = {"corpus": str(tmp_path / "books"), "samples": 1}
-    settings = settings_of("long_nll", options, ["length=40", "allow_beyond=true"])
+    settings = settings_of("long_nll", options, ["length=40"])
     result = measured("long_nll", make_lm(), settings, tmp_path / "r.jsonl.gz", limit=5)
     assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "long_nll"
-    assert result.about["allow_beyond"] is True
+    assert result.about["books"] == 1
     assert settings_of("long_nll", {}).length == 65536
     assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

@@ -13,7 +13,6 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import many_shot
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
-from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import settings_of
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.lab.rows import Rows, read_file, rows_of
@@ -236,23 +235,6 @@ def test_the_answer_is_the_likeliest_whole_sequence(family):
     assert len({row["got"] for row in result.rows}) >= 1
 
 
-def test_an_interrupted_run_goes_on(tmp_path):
-    answer = lambda prompt: shown(prompt)[-1][1] if shown(prompt) else None  # noqa: E731
-    sizes = {"shots": (1, 4), "order_seeds": 2}
-    whole = evaluate_many_shot(Reader(answer), DATA, Settings(**sizes))
-
-    def stop(part, done, total):
-        if part == "4 shots, alternate order 0" and done == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_many_shot(Reader(answer), DATA, Settings(**sizes), samples=Samples(tmp_path / "j", bar=stop))
-    lm = Reader(answer)
-    resumed = evaluate_many_shot(lm, DATA, Settings(**sizes), samples=Samples(tmp_path / "j", resume=True))
-    assert resumed.rows == whole.rows
-    assert len([tokens for _, tokens in lm.read if tokens > 100]) == 2  # two orders were left to read
-
-
 def test_the_command(tmp_path):
     (tmp_path / "trec").mkdir()
     for side in ("train", "test"):
@@ -269,18 +251,16 @@ def test_the_command(tmp_path):
 
 def test_errors():
     lm = Reader(lambda prompt: "city")
-    with pytest.raises(ValueError, match=r"orders is \('sorted',\); give one or both of random, alternate"):
+    with pytest.raises(ValueError, match="order 'sorted'"):
         evaluate_many_shot(lm, DATA, Settings(orders=("sorted",)))
     with pytest.raises(ValueError, match="31 examples were asked for and places has 30 to show"):
         evaluate_many_shot(lm, DATA, Settings(shots=(31,)))
-    with pytest.raises(ValueError, match=r"lengths up to 5000 tokens are more than the 4096 positions of reader"):
+    with pytest.raises(ValueError, match="has 5000 tokens, more than the 4096 positions of reader"):
         evaluate_many_shot(lm, DATA, Settings(lengths=(5000,)))
-    with pytest.raises(ValueError, match="a prompt of 60 tokens has no room for an example: the first takes"):
+    with pytest.raises(ValueError, match="a prompt of 60 tokens has no room for an example"):
         evaluate_many_shot(lm, DATA, Settings(lengths=(60,)))
-    with pytest.raises(ValueError, match=r"shots\[1\] is 0"):
-        evaluate_many_shot(lm, DATA, Settings(shots=(1, 0)))
     lm.positions = 500
-    with pytest.raises(ValueError, match=r"30 examples make prompts of .* more than the 500 positions of reader"):
+    with pytest.raises(ValueError, match=r"the longest prompt has .* more than the 500 positions of reader"):
         evaluate_many_shot(lm, DATA, Settings(shots=(30,)))
     same = LabelledSet("same", (Labelled("a", "x"), Labelled("B", "y")), (Labelled("A", "x"), Labelled("b", "y")))
     with pytest.raises(ValueError, match="every training text of same is a test text too"):

@@ -4,7 +4,6 @@ import html
 import re
 
 import pytest
-import torch
 from numbers_of import mean, measured
 from tiny_models import bos_tokenizer, chat_tokenizer, tiny_lm
 
@@ -12,8 +11,7 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.needle import Asking, Settings, check_needle_fits, evaluate_needle
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.needle import Settings, evaluate_needle
 from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.report import write_report
 
@@ -89,47 +87,16 @@ def test_prompts_are_those_of_the_seed(filler):
     assert not set(models[0].prompts) & set(models[2].prompts)
 
 
-def test_cells_that_do_not_fit_are_named_before_anything_is_generated(filler):
-    with pytest.raises(ValueError, match="needle evaluation with N=8, R=2, 200 tokens: needles, question and answer"):
-        check_needle_fits(filler, byte_tokenizer(), ((1, 1), (8, 2)), 200, 2)
-    model = Finder(read_out)
-    with pytest.raises(ValueError, match="N=8, R=2, 200 tokens"):
-        evaluate_needle(model, filler, Settings(cells=((1, 1), (8, 2)), lengths=(900, 200)))
-    assert not model.prompts
-
-
 def test_the_least_length_that_is_named_is_the_least_that_works(filler):
     model, sizes = Finder(read_out), {**SIZES, "samples": 20}
     model.prefix = (1, 2)  # as a tokenizer's token at the beginning: it counts
-    with pytest.raises(ValueError, match=r"N=3, R=2, 5 tokens: .* give a length of \d+ or more") as caught:
+    with pytest.raises(ValueError, match=r"with N=3, R=2; give a length of \d+ or more") as caught:
         evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (5,)}))
     least = int(re.search(r"length of (\d+) or more", str(caught.value))[1])
-    with pytest.raises(ValueError, match=f"N=3, R=2, {least - 1} tokens: .* give a length of {least} or more"):
+    with pytest.raises(ValueError, match=f"take up to {least} tokens with N=3, R=2"):
         evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least - 1,)}))
     assert not model.prompts
     assert evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least,)})).rows[-1]["score"] == 1
-
-
-def test_an_interrupted_run_goes_on_and_ends_the_same(filler, tmp_path):
-    whole = evaluate_needle(Finder(read_out), filler, Settings(**SIZES))
-    journal = tmp_path / "journal"
-    model = Finder(read_out)
-
-    def stops(prompts, max_new_tokens):
-        if len(model.prompts) >= 6:
-            raise KeyboardInterrupt
-        model.prompts += prompts
-        return [read_out(prompt) for prompt in prompts]
-
-    model.generate = stops
-    model.batch_size = 2
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_needle(model, filler, Settings(**SIZES), samples=Samples(journal))
-    again = Finder(read_out)
-    resumed = evaluate_needle(again, filler, Settings(**SIZES), samples=Samples(journal, resume=True))
-    assert resumed.rows == whole.rows
-    assert len(again.prompts) == 12 - len(model.prompts)
-    assert not set(again.prompts) & set(model.prompts)
 
 
 @pytest.fixture(scope="module")
@@ -183,30 +150,6 @@ def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tm
     assert "is too small, so training text of the corpus is measured too" in result.about["note"]
 
 
-@pytest.mark.parametrize("depths", [(0.25, 0.254), (0.0, 0.0)])
-def test_depths_that_results_cannot_tell_apart_are_refused(filler, depths):
-    with pytest.raises(ValueError, match="of which two round to the same per cent; give each its own"):
-        evaluate_needle(Finder(read_out), filler, Settings(**{**SIZES, "depths": depths}))
-
-
-def test_another_model_of_the_same_name_does_not_resume(tmp_path):
-    settings = settings_of("long_nll", {"split": "any"}, ["samples=2", "length=64"])
-
-    def stop(part, done, total):
-        if done:
-            raise KeyboardInterrupt
-
-    first, other = tiny_lm("diff", positions=200), tiny_lm("diff", positions=200)
-    with torch.no_grad():
-        next(other.model.parameters()).mul_(2)
-    assert first.name == other.name
-    with pytest.raises(KeyboardInterrupt):
-        run_eval("long_nll", first, settings, tmp_path / "r.jsonl.gz", bar=stop)
-    with pytest.raises(ValueError, match="weights"):
-        run_eval("long_nll", other, settings, tmp_path / "r.jsonl.gz", resume=True)
-    assert run_eval("long_nll", first, settings, tmp_path / "r.jsonl.gz", resume=True).rows
-
-
 def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_in_front():
     filler = Filler([Document("prose", "It was a quiet street, and nobody had come by since the morning. " * 200)])
     lm = tiny_lm("llama", positions=9000, tokenizer=bos_tokenizer())
@@ -236,21 +179,19 @@ def said_in_words(prompt):
 
 
 def test_an_instruct_model_is_asked_through_its_template_and_its_numbers_are_searched_for(filler):
-    model, wording = Instruct(said_in_words), "Which numbers do {cities} have?"
-    asking = {"chat_template": True, "wording": wording, "scoring": "search"}
+    model, asking = Instruct(said_in_words), {"chat_template": True, "scoring": "search"}
     result = evaluate_needle(model, filler, Settings(**SIZES, **asking))
     assert mean(result) == 1.0
     assert model.new_tokens == 32
     for row, prompt in zip(result.rows, model.prompts, strict=True):
         assert prompt.startswith("<|endoftext|>user\n")
-        assert prompt.endswith("have?<|pad|>\n<|endoftext|>assistant\n")
+        assert prompt.endswith("?<|pad|>\n<|endoftext|>assistant\n")
         assert 396 - 32 - 6 <= row["tokens"] <= 400 - 32
         assert row["tokens"] == len(model.tokenizer(prompt)["input_ids"])
     assert result.about["asked"] == (
-        "asked through the tokenizer's chat template, in the user's words 'Which numbers do {cities} have?', with the "
-        "number of each city searched for in the first 32 tokens"
+        "asked through the tokenizer's chat template, with the number of each city searched for in the first 32 tokens"
     )
-    by_next = evaluate_needle(model, filler, Settings(**SIZES, chat_template=True, wording=wording))
+    by_next = evaluate_needle(model, filler, Settings(**SIZES, chat_template=True))
     assert mean(by_next, n=1) == 0.0  # the first number is another
     wrong = Instruct(lambda prompt: said_in_words(prompt).replace("has ", "has 1"))
     assert mean(evaluate_needle(wrong, filler, Settings(**SIZES, **asking)), n=1) == 0.0
@@ -287,13 +228,6 @@ def test_the_prompt_may_begin_the_answer(filler):
     model = Instruct(lambda prompt: " 0")
     evaluate_needle(model, filler, Settings(**SIZES, chat_template=True))
     assert re.search(r"\nQuestion: What is the magic number of (\w+)\?<\|pad\|>\n.*\n\1 is$", model.prompts[0])
-    said = Asking(model.tokenizer, True, "And {cities}?|{city} has").prompt(" Some text.", ["Rome", "Oslo"])
-    assert said == "<|endoftext|>user\nSome text.\nAnd Rome and Oslo?<|pad|>\n<|endoftext|>assistant\nRome has"
-    plain = Asking(model.tokenizer, wording="And {cities}?|{city} has").prompt(" Some text.", ["Rome", "Oslo"])
-    assert plain == " Some text.\nAnd Rome and Oslo? Rome has"
-    assert Asking(model.tokenizer).prompt(" A.", ["Rome"]) == (
-        " A.\nQuestion: What is the magic number of Rome? Answer: Rome is"
-    )
 
 
 def test_text_that_spells_special_tokens_is_left_out_of_a_template():
@@ -303,42 +237,28 @@ def test_text_that_spells_special_tokens_is_left_out_of_a_template():
     assert all(prompt.count("<|endoftext|>") == 2 and prompt.count("<|pad|>") == 1 for prompt in model.prompts)
 
 
-def test_wordings_templates_and_rules_that_cannot_be_are_refused():
-    with pytest.raises(ValueError, match="has no chat template; leave --chat-template out"):
-        Asking(byte_tokenizer(), chat_template=True)
-    with pytest.raises(ValueError, match=r"wording is 'Well\?'; put \{cities\} where it belongs"):
-        Asking(byte_tokenizer(), wording="Well?")
-    with pytest.raises(ValueError, match="scoring 'first'"):
-        Asking(byte_tokenizer(), scoring="first")
-    with pytest.raises(ValueError, match=r"no setting 'outliers\.chat_template"):
-        settings_of("outliers", {"chat_template": True})
-
-
 @pytest.mark.parametrize("name", ["needle", "many_shot", "hallucination", "harness"])
-def test_evaluate_take_the_template_and_a_wording_and_the_page_says_so(name, tmp_path):
+def test_experiments_take_the_template_and_the_page_says_so(name, tmp_path):
     if name == "harness":
         pytest.importorskip("lm_eval")
     lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000)
-    words = {
-        "needle": "Say {cities}!", "many_shot": "Say {text}!", "hallucination": "Say {document} {question}!",
-        "harness": "Say {question}!",
-    }[name]  # fmt: skip
     more = {
         "hallucination": ["answer_tokens=2", "summary_tokens=2", "samples=3"],
         "many_shot": ["shots=[2]", "samples=2"],
     }
-    given = {"chat_template": True, "wording": words, "length": 400}
+    given = {"chat_template": True, "length": 400}
     settings = settings_of(name, given, more.get(name, ["samples=2"]), quick=True, lenient=True)
     result = measured(name, lm, settings, tmp_path / "r.jsonl.gz", limit=2)
     prompts = [row["prompt"] for row in result.rows]
-    assert any("Say " in prompt for prompt in prompts)
     if name != "many_shot":
         assert all(prompt.startswith("<|endoftext|>user\n") for prompt in prompts)
-        assert all(prompt.endswith("<|endoftext|>assistant\n") for prompt in prompts)
+        assert all("<|pad|>\n<|endoftext|>assistant\n" in prompt for prompt in prompts)
     assert result.about["chat_template"] is True
     assert result.about["dtype"] == "float32"
     page = write_report([tmp_path / "r.jsonl.gz"], tmp_path / "r.html").read_text()
-    assert "asked through the tokenizer's chat template, in the user's words" in html.unescape(page)
+    assert "asked through the tokenizer's chat template" in html.unescape(page)
+    with pytest.raises(ValueError, match="has no chat template; leave --chat-template out"):
+        run_eval(name, tiny_lm("llama", positions=1000), settings, tmp_path / "no.jsonl.gz")
 
 
 def test_labels_are_scored_as_replies():

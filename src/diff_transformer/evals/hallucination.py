@@ -11,21 +11,12 @@ cut at its end; the row says so, and the judge sees the same part as the model.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
-from diff_transformer.errors import UserError
-from diff_transformer.evals.judges import NO, YES, Judge, Judgement, make_judge
-from diff_transformer.evals.lm import LanguageModel, max_positions
-from diff_transformer.evals.prompts import (
-    asked_details,
-    check_asking,
-    fit_document,
-    templated,
-    without_special,
-    worded,
-)
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.judges import NO, YES, Judge, make_judge
+from diff_transformer.evals.lm import LanguageModel, check_length, max_positions
+from diff_transformer.evals.prompts import check_template, fit_document, template_details, templated, without_special
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
@@ -46,24 +37,20 @@ class Settings:
     summary_tokens: int = 128
     # New tokens for an answer.
     answer_tokens: int = 32
-    # "containment" (no model), "lm:PATH" (a local causal LM), or "endpoint:MODEL", a model of the OpenAI-compatible
-    # chat endpoint in the environment variables OPENAI_BASE_URL and OPENAI_API_KEY (extra "judge")
+    # "containment" (no model), or "endpoint:MODEL", a model of the OpenAI-compatible chat endpoint in the environment
+    # variables OPENAI_BASE_URL and OPENAI_API_KEY (extra "judge")
     judge: str = "containment"
     # Fields of the endpoint's requests, as JSON; by default {"temperature": 0, "max_tokens": 16}.
     judge_options: dict | None = None
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
-    # Words of a question about a text, with {document} and {question}; empty for the default.
-    wording: str = ""
-    # Words that ask for a summary, with {document}; empty for the default.
-    summary_wording: str = ""
     # Seed of the draw of items.
     seed: int = 0
 
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the sets, make the judge, and evaluate."""
-    judge = make_judge(settings.judge, options=settings.judge_options, device=str(lm.device))
+    judge = make_judge(settings.judge, settings.judge_options)
     sets = load_grounded(settings.data, samples=settings.samples, seed=settings.seed)
     return evaluate_hallucination(lm, sets, judge, settings, samples)
 
@@ -73,51 +60,34 @@ def evaluate_hallucination(
     sets: Mapping[str, Sequence[GroundedItem]],
     judge: Judge,
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """A row for each item of ``sets``: its set, the output and the verdict of ``judge``, whose ``score`` is 1 for yes,
     0 for no, and None where it is undecided.
 
     Raises:
-        ValueError: for a length that the model does not support, or that leaves no room for a text.
+        UserError: for a length that the model does not support, or that leaves no room for a text.
     """
-    length, summary_tokens, answer_tokens = settings.length, settings.summary_tokens, settings.answer_tokens
-    chat_template, words = settings.chat_template, {"question": settings.wording, "summary": settings.summary_wording}
-    require_positive(length=length, summary_tokens=summary_tokens, answer_tokens=answer_tokens)
-    check_asking(lm.tokenizer, chat_template, words["question"], ("document", "question"))
-    check_asking(lm.tokenizer, chat_template, words["summary"], ("document",))
-    positions = max_positions(lm) if hasattr(lm, "model") else None
-    if length is not None and positions is not None and length > positions:
-        raise UserError(
-            f"length {length} is more than the {positions} positions of {lm.name}; give at most {positions}"
-        )
-    limit = length or positions
-    samples = samples or Samples()
-    new_tokens = {"summary": summary_tokens, "question": answer_tokens}
-    limited = {name: list(items)[: samples.limit] for name, items in sets.items()}
-    judge.prepare([item for items in limited.values() for item in items])
-
-    def write(items: list[GroundedItem]) -> list[dict]:
-        return _outputs(lm, items, limit, new_tokens, words, chat_template)
-
-    def decide(batch: list[tuple[GroundedItem, dict]]) -> list[dict]:
-        return [_decided(judge, item, output) for item, output in batch]
-
+    check_template(lm.tokenizer, settings.chat_template)
+    if settings.length is not None:
+        check_length(lm, settings.length, "length")
+    limit = settings.length or max_positions(lm)
     rows: list[dict] = []
-    for name, items in limited.items():
-        written = samples.rows(f"{name}: writing", items, write, batch_size=getattr(lm, "batch_size", 8))
+    for name, items in sets.items():
 
-        verdicts = samples.rows(f"{name}: judging by {judge.name}", list(zip(items, written, strict=True)), decide)
-        for item, output, verdict in zip(items, written, verdicts, strict=True):
-            rows.append({"example": f"{name} {item.id}", "set": name, "kind": item.kind, **output, **verdict})
-    asked = asked_details(chat_template, " and ".join(filter(None, words.values())))
-    return Result("hallucination", rows, {"judge": judge.name, "length": limit, **asked, "wording": settings.wording})
+        def score(batch: Sequence[GroundedItem], name: str = name) -> list[dict]:
+            made = []
+            for item, output in zip(batch, _outputs(lm, batch, limit, settings), strict=True):
+                first = {"example": f"{name} {item.id}", "set": name, "kind": item.kind}
+                made.append(first | output | _judged(judge, item, output))
+            return made
+
+        rows += samples.rows(name, items, score, batch_size=getattr(lm, "batch_size", 8))
+    return Result("hallucination", rows, {"length": limit, **template_details(settings.chat_template)})
 
 
-def frame(item: GroundedItem, document: str, words: str = "") -> str:
-    """The prompt that puts ``document`` before a base model; ``words`` are a user's, with {document} and {question}."""
-    if words and (item.document or item.kind == "summary"):
-        return worded(words, document=document, question=item.question)
+def frame(item: GroundedItem, document: str) -> str:
+    """The prompt that puts ``document`` before a base model."""
     if item.kind == "summary":
         return f"Article:\n{document}\n\nA summary of the article in a few sentences:"
     if not item.document:
@@ -136,42 +106,35 @@ def trimmed(kind: str, text: str) -> str:
     return text.strip()
 
 
-def _outputs(
-    lm: LanguageModel,
-    items: list[GroundedItem],
-    limit: int | None,
-    new_tokens: dict[str, int],
-    words: dict[str, str],
-    chat: bool,
-) -> list[dict]:
+def _outputs(lm: LanguageModel, items: Sequence[GroundedItem], limit: int | None, settings: Settings) -> list[dict]:
+    """Prompt, output and facts about the text's length, for each of ``items``."""
+    chat = settings.chat_template
+
     def prompt(item: GroundedItem, document: str) -> str:
-        text = frame(item, document, words[item.kind])
+        text = frame(item, document)
         return templated(lm.tokenizer, without_special(lm.tokenizer, text)) if chat else text
 
-    rows: list[dict] = [{} for _ in items]
-    more = {"templated": True} if chat else {}
-    for kind, count in new_tokens.items():
-        places = [i for i, item in enumerate(items) if item.kind == kind]
+    rows: dict[int, dict] = {}
+    for kind, count in (("summary", settings.summary_tokens), ("question", settings.answer_tokens)):
+        places = [place for place, item in enumerate(items) if item.kind == kind]
+        room = None if limit is None else limit - count
         fitted = [
-            fit_document(
-                lm.tokenizer, items[i].document, lambda text, item=items[i]: prompt(item, text),
-                None if limit is None else limit - count,
-            )
-            for i in places
-        ]  # fmt: skip
-        texts = lm.generate([fit.prompt for fit in fitted], count, **more) if places else []
-        for i, fit, text in zip(places, fitted, texts, strict=True):
-            rows[i] = {
-                "prompt": fit.prompt, "expected": " | ".join(items[i].references), "got": trimmed(kind, text),
+            fit_document(lm.tokenizer, item.document, lambda text, item=item: prompt(item, text), room)
+            for item in (items[place] for place in places)
+        ]
+        texts = lm.generate([fit.prompt for fit in fitted], count, **{"templated": True} if chat else {})
+        for place, fit, text in zip(places, fitted, texts, strict=True):
+            rows[place] = {
+                "prompt": fit.prompt, "expected": " | ".join(items[place].references), "got": trimmed(kind, text),
                 "truncated": fit.truncated, "document_tokens": fit.tokens, "document_tokens_kept": fit.kept,
                 "document_characters": len(fit.document),
             }  # fmt: skip
-    return rows
+    return [rows[place] for place in range(len(items))]
 
 
-def _decided(judge: Judge, item: GroundedItem, output: dict) -> dict:
+def _judged(judge: Judge, item: GroundedItem, output: dict) -> dict:
     if not output["got"]:
         return {"score": 0.0, "verdict": NO, "why": "empty output"}
     seen = replace(item, document=item.document[: output["document_characters"]])
-    verdict: Judgement = judge(seen, output["got"])
+    verdict = judge(seen, output["got"])
     return {"score": {YES: 1.0, NO: 0.0}.get(verdict.answer), "verdict": verdict.answer, "why": verdict.why}

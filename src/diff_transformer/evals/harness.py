@@ -12,7 +12,6 @@ scores by task.
 """
 
 import logging
-import math
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -28,8 +27,8 @@ from diff_transformer.data.tasks.python_tasks import descriptions, names
 from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import max_positions
-from diff_transformer.evals.prompts import asked_details, check_asking, worded
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.prompts import check_template, template_details
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 PAPER_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
@@ -38,12 +37,9 @@ FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "winogr
 _TASKS = {
     "endings": "hellaswag", "goal": "piqa", "passage": "boolq", "option1": "winogrande",
 }  # fmt: skip
-# The column of the question in sets that have one.
-_QUESTIONS = {"arc_easy": "question", "openbookqa": "question_stem", "piqa": "goal", "": "question"}
 _SPLITS = {"train": ("train",), "validation": ("val", "valid", "validation", "dev"), "test": ("test",)}
 _ANSWERS = ("label", "answer", "answerKey")
 REQUESTS = 256  # per step of the progress bar
-METRICS = ("paper", "acc", "acc_norm")
 QUICK = {"data": "python", "samples": 40}
 
 
@@ -59,16 +55,10 @@ class Settings:
     tasks: tuple[str, ...] = PAPER_TASKS
     # Examples before each question. Table 1 has 0, Table 8 has 5.
     shots: int = 0
-    # "acc" (highest log-likelihood), "acc_norm" (highest per character), or "paper": acc_norm for HellaSwag and acc for
-    # all others. A task without acc_norm is scored by acc.
-    metric: str = "paper"
     # First items of each task; None for all.
     samples: int | None = None
     # Ask through the tokenizer's chat template, as the harness does; few-shot examples are earlier turns.
     chat_template: bool = False
-    # Words of a question of "python" or of a file, with {question}; empty for "Question: {question}\nAnswer:". Tasks of
-    # the harness have their own.
-    wording: str = ""
     # Seed of the draw of examples.
     seed: int = 1234
 
@@ -76,140 +66,84 @@ class Settings:
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the tasks and evaluate."""
     if settings.data == "hub":
-        if settings.wording:
-            raise UserError(
-                "wording is of our own sets of questions, and data is 'hub', whose tasks have their own; leave wording "
-                "out, or give a file"
-            )
-        tasks = {name: partial(harness_task, name) for name in settings.tasks}
-    else:
-        local = local_tasks(settings.data, settings.wording)
-        chosen = settings.tasks if settings.tasks != PAPER_TASKS else tuple(local)
-        unknown = [name for name in chosen if name not in local]
-        if unknown:
-            raise UserError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(local)}")
-        tasks = {name: local[name] for name in chosen}
-    return evaluate_harness(lm, tasks, settings, samples)
+        return evaluate_harness(lm, {name: partial(harness_task, name) for name in settings.tasks}, settings, samples)
+    local = local_tasks(settings.data)
+    chosen = settings.tasks if settings.tasks != PAPER_TASKS else tuple(local)
+    unknown = [name for name in chosen if name not in local]
+    if unknown:
+        raise UserError(f"{settings.data} has no task {', '.join(unknown)}; it has: {', '.join(local)}")
+    return evaluate_harness(lm, {name: local[name] for name in chosen}, settings, samples)
 
 
 def evaluate_harness(
     lm,
     tasks: Mapping[str, Callable[[], Any]],
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """The answers to each of ``tasks``, scored as the harness does.
 
     Args:
-        lm: a ``CausalLM``, or a ``lm_eval.api.model.LM`` with a name.
+        lm: a ``CausalLM``, or a ``lm_eval.api.model.LM``.
         tasks: functions that return a task object of the harness, by name.
         settings: without ``data`` and ``tasks``.
 
     Returns:
-        A row for each item: task, shots, prompt, choices, logprobs, ``score`` by ``metric``, ``acc``, ``acc_norm`` if
-        the task has it, ``truncated`` if the prompt's beginning was cut; or ``skipped``, why the model cannot read it.
+        A row for each item: task, shots, prompt, choices, logprobs, ``acc``, ``acc_norm`` if the task has it, and
+        ``score``, that of the two which the paper takes.
 
     Raises:
         UserError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
     """
-    shots, metric, items, seed = settings.shots, settings.metric, settings.samples, settings.seed
-    chat_template, wording = settings.chat_template, settings.wording
-    require_positive(items=items)
-    if shots < 0:
-        raise UserError(f"shots is {shots}; give 0 or more")
-    if metric not in METRICS:
-        raise UserError(f"metric is {metric!r}; give one of {', '.join(METRICS)}")
-    check_asking(getattr(lm, "tokenizer", None), chat_template, wording, ("question",))
+    require_positive(samples=settings.samples)
+    check_template(getattr(lm, "tokenizer", None), settings.chat_template)
     lm_eval = _library()
-    samples = samples or Samples()
     rows: list[dict] = []
     with _quiet():
-        model = harness_model(lm)
+        model = harness_model(lm, samples)
         for name, source in tasks.items():
-            task = source()
-            if shots and shots > (there := len(task.fewshot_docs()) - (task.config.fewshot_split == "test")):
-                raise UserError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
-            count = min(len(task.eval_docs), items or len(task.eval_docs), samples.limit or len(task.eval_docs))
-
-            def score(places: list[int], name=name, task=task, count=count) -> list[dict]:
-                bar = samples.bar
-                if bar is not None:
-                    model.step = lambda done, total: bar(name, count * done // total, count)
-                scored = _score(lm_eval, model, name, task, count, shots, seed, chat_template)
-                return [scored[place] for place in places]
-
-            rows += samples.rows(name, range(count), score, batch_size=count)
-    for name in tasks:
-        of_task = [row for row in rows if row["task"] == name]
-        if of_task and all("skipped" in row for row in of_task):
-            raise UserError(f"{of_task[0]['skipped']}; so have all items: give a model with more positions")
-    for row in rows:
-        row["shots"] = shots
-        if "skipped" not in row:
-            row["score"], row["got"] = row[_metric(row, metric)], row["choices"][_likeliest(row, metric)]
+            model.task_name = name
+            rows += _scored(lm_eval, model, name, source(), settings, samples.limit)
     about = {"tasks": list(tasks), "lm_eval": lm_eval.__version__}
-    return Result("harness", rows, about | asked_details(chat_template, wording))
+    return Result("harness", rows, about | template_details(settings.chat_template))
 
 
-def _score(lm_eval, model, name: str, task, count: int, shots: int, seed: int, chat: bool) -> list[dict]:
-    """A row for each of the first ``count`` items. They are scored together: the draw of examples depends on it."""
+def _scored(lm_eval, model, name: str, task, settings: Settings, limit: int | None) -> list[dict]:
+    """A row for each of the first items. They are scored together: the draw of examples depends on it."""
+    shots, chat = settings.shots, settings.chat_template
     if task.OUTPUT_TYPE != "multiple_choice":
         raise UserError(f"task {name} is of type {task.OUTPUT_TYPE}; give tasks of multiple choice, as the paper's are")
+    if shots and shots > (there := len(task.fewshot_docs()) - (task.config.fewshot_split == "test")):
+        raise UserError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
     task.set_config("num_fewshot", shots)
-    task.set_fewshot_seed(seed=seed)
+    task.set_fewshot_seed(seed=settings.seed)
     outcome = lm_eval.evaluate(
-        lm=model, task_dict={name: task}, limit=count, bootstrap_iters=0, log_samples=True, apply_chat_template=chat,
-        fewshot_as_multiturn=chat,
+        lm=model, task_dict={name: task}, limit=min(filter(None, (len(task.eval_docs), settings.samples, limit))),
+        bootstrap_iters=0, log_samples=True, apply_chat_template=chat, fewshot_as_multiturn=chat,
     )  # fmt: skip
     logged = sorted(outcome["samples"][name], key=lambda sample: sample["doc_id"])
-    return [_row(model, name, task, sample) for sample in logged]
+    return [{"task": name, "shots": shots, **_row(task, sample)} for sample in logged]
 
 
-def _skipped(model, name: str, sample: dict) -> dict | None:
-    """The row of an item with a choice that the model cannot read; None for all others."""
-    reasons = [model.too_long(continuation) for _, continuation in sample["arguments"]]
-    reason = next(filter(None, reasons), None)
-    if reason is None:
-        return None
-    prompt = sample["arguments"][0][0]
-    return {"task": name, "prompt": prompt, "score": None, "skipped": f"row {sample['doc_id']} of {name}: {reason}"}
-
-
-def _row(model, name: str, task, sample: dict) -> dict:
-    skipped = _skipped(model, name, sample)
-    if skipped is not None:
-        return skipped
-    arguments = [(context, continuation) for context, continuation in sample["arguments"]]
-    contexts, continuations = zip(*arguments, strict=True)
+def _row(task, sample: dict) -> dict:
+    contexts, continuations = zip(*sample["arguments"], strict=True)
     prompt, choices = contexts[0], [continuation.strip() for continuation in continuations]
     in_context = len(set(contexts)) > 1  # WinoGrande: the choices precede one shared ending
     if in_context:
         prompt = os.path.commonprefix(contexts)  # noqa: RUF071 (of characters)
-        choices = [context[len(prompt) :] + continuation for context, continuation in arguments]
+        choices = [context[len(prompt) :] + continuation for context, continuation in sample["arguments"]]
     gold = task.doc_to_text(sample["doc"]) if in_context else sample["target"]
-    row = {
-        "task": name, "set": task.config.task, "prompt": prompt, "choices": choices,
+    scores = {metric: float(sample[metric]) for metric in ("acc", "acc_norm") if metric in sample}
+    logprobs = [float(logprob) for logprob, _ in sample["filtered_resps"]]
+    metric, lengths = "acc", [1] * len(choices)
+    if "acc_norm" in scores and task.config.task.lower().startswith("hellaswag"):
+        metric, lengths = "acc_norm", [max(1, len(choice)) for choice in task.doc_to_choice(sample["doc"])]
+    likeliest = max(range(len(choices)), key=lambda place: logprobs[place] / lengths[place])
+    return {
+        "prompt": prompt, "choices": choices, "logprobs": logprobs, **scores, "score": scores[metric],
         "expected": choices[gold] if isinstance(gold, int) and 0 <= gold < len(choices) else str(gold),
-        "logprobs": [float(logprob) for logprob, _ in sample["filtered_resps"]],
-        "lengths": [max(1, len(choice)) for choice in task.doc_to_choice(sample["doc"])],
-        "truncated": any(model.cuts(context, continuation) for context, continuation in arguments),
-        "acc": float(sample["acc"]),
+        "got": choices[likeliest],
     }  # fmt: skip
-    if "acc_norm" in sample:
-        row["acc_norm"] = float(sample["acc_norm"])
-    return row
-
-
-def _metric(row: dict, metric: str) -> str:
-    if metric == "paper":
-        metric = "acc_norm" if row["set"].lower().startswith("hellaswag") else "acc"
-    return metric if metric in row else "acc"
-
-
-def _likeliest(row: dict, metric: str) -> int:
-    lengths = row["lengths"] if _metric(row, metric) == "acc_norm" else [1] * len(row["choices"])
-    scores = [logprob / length for logprob, length in zip(row["logprobs"], lengths, strict=True)]
-    return max(range(len(scores)), key=scores.__getitem__)
 
 
 def _library():
@@ -276,11 +210,8 @@ def task_manager(of_the_paper: bool):
     return lm_eval.tasks.TaskManager()
 
 
-def local_tasks(data: str, wording: str = "") -> dict[str, Callable[[], Any]]:
+def local_tasks(data: str) -> dict[str, Callable[[], Any]]:
     """The tasks of "python", or the one of a file or a folder.
-
-    Args:
-        wording: words with {question} for sets that have questions; empty for the set's own.
 
     Raises:
         UserError: for a path that does not exist, or files that cannot be read.
@@ -291,7 +222,7 @@ def local_tasks(data: str, wording: str = "") -> dict[str, Callable[[], Any]]:
             rows = [asdict(item) for item in items]
             scored = len(rows) - len(rows) // 4  # the others are examples, so that no prompt has a later question
             splits = {"test": rows[:scored], "train": rows[scored:]}
-            tasks[name] = partial(local_task, name, splits, wording)
+            tasks[name] = partial(local_task, name, splits)
         return tasks
     path = Path(data)
     files = sorted(file for file in path.iterdir() if suffix_of(file) in SUFFIXES) if path.is_dir() else [path]
@@ -306,7 +237,7 @@ def local_tasks(data: str, wording: str = "") -> dict[str, Callable[[], Any]]:
     if not splits:
         raise UserError(f"no file of {data} has train, validation or test in its name; give a file, or rename them")
     name = stem_of(path) if path.is_file() else path.resolve().name
-    return {name: partial(local_task, name, splits, wording)}
+    return {name: partial(local_task, name, splits)}
 
 
 def _hub_columns(row: dict) -> dict:
@@ -328,7 +259,7 @@ def _published(name: str, row: dict) -> str:
     return "openbookqa" if "question" not in row or "openbook" in name.lower() else "arc_easy"
 
 
-def local_task(name: str, splits: dict[str, list[dict]], wording: str = ""):
+def local_task(name: str, splits: dict[str, list[dict]]):
     """Local rows as a task of the harness: of a published set the harness's own task, of others one in the format of
     ARC. The last split with answers is scored; few-shot examples come from "train", or else from the scored rows.
 
@@ -347,9 +278,6 @@ def local_task(name: str, splits: dict[str, list[dict]], wording: str = ""):
         "custom_dataset": lambda **_: sides, "test_split": "test", "validation_split": None, "num_fewshot": 0,
         "training_split": "train" if examples else None, "fewshot_split": "train" if examples else "test",
     }  # fmt: skip
-    words = wording or ("" if of else "Question: {question}\nAnswer:")
-    if words and of in _QUESTIONS:
-        config["doc_to_text"] = lambda doc: worded(words, question=doc[_QUESTIONS[of]])
     try:
         if of:
             group = {"group": "local", "task": [{"task": of, **config}]}
@@ -358,8 +286,8 @@ def local_task(name: str, splits: dict[str, list[dict]], wording: str = ""):
             {"metric": metric, "aggregation": "mean", "higher_is_better": True} for metric in ("acc", "acc_norm")
         ]
         return ConfigurableTask(config=config | {
-            "task": name, "output_type": "multiple_choice", "doc_to_choice": "choices", "doc_to_target": "answer",
-            "metric_list": metrics,
+            "task": name, "output_type": "multiple_choice", "metric_list": metrics, "doc_to_choice": "choices",
+            "doc_to_target": "answer", "doc_to_text": lambda doc: f"Question: {doc['question']}\nAnswer:",
         })  # fmt: skip
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(
@@ -368,55 +296,27 @@ def local_task(name: str, splits: dict[str, list[dict]], wording: str = ""):
         ) from error
 
 
-def harness_model(lm):
-    """``lm`` as a model of the harness; one that already is a harness model is returned as it is.
-
-    ``cuts(context, continuation)`` tells whether the model has too few positions for both. ``too_long(continuation)``
-    tells why it cannot read the continuation alone, or None. The model calls ``step(done, total)`` as it answers.
-    """
+def harness_model(lm, samples: Samples):
+    """``lm`` as a model of the harness, which moves the bar of ``samples``; one that already is one is returned."""
     from lm_eval.api.model import LM
     from lm_eval.models.huggingface import HFLM
 
     if isinstance(lm, LM):
-        return _with_defaults(lm)
+        return lm
 
     class Adapter(HFLM):
-        step: Callable[[int, int], None] = staticmethod(_nothing)
+        task_name = ""
 
         def loglikelihood(self, requests, disable_tqdm: bool = False):
-            """Score in chunks of similar length, which moves the progress bar and keeps padding small."""
-            answers: list[Any] = [(-math.inf, False)] * len(requests)  # for choices that the model cannot read
-            fits = [i for i, request in enumerate(requests) if self.too_long(request.args[1]) is None]
-            order = sorted(fits, key=lambda i: -sum(map(len, requests[i].args)))
-            for start in range(0, len(order), REQUESTS):
-                part = order[start : start + REQUESTS]
-                for i, value in zip(part, super().loglikelihood([requests[i] for i in part], True), strict=True):
-                    answers[i] = value
-                self.step(start + len(part), len(order))
+            """Score in chunks, which moves the progress bar."""
+            answers = []
+            for start in range(0, len(requests), REQUESTS):
+                answers += super().loglikelihood(requests[start : start + REQUESTS], True)
+                if samples.bar is not None:
+                    samples.bar(self.task_name, len(answers), len(requests))
             return answers
-
-        def too_long(self, continuation: str) -> str | None:
-            tokens = len(self.tok_encode(continuation))
-            if tokens <= self.max_length:
-                return None
-            return f"a choice has {tokens} tokens, more than the {self.max_length} positions of {lm.name}"
-
-        def cuts(self, context: str, continuation: str) -> bool:
-            return len(self.tok_encode(context + continuation)) > self.max_length + 1
 
     return Adapter(
         pretrained=lm.model, tokenizer=lm.tokenizer, backend="causal", batch_size=lm.batch_size,
         max_length=max_positions(lm),
     )  # fmt: skip
-
-
-def _with_defaults(model):
-    defaults = {"step": _nothing, "cuts": lambda context, continuation: False, "too_long": _nothing}
-    for name, default in defaults.items():
-        if not hasattr(model, name):
-            setattr(model, name, default)
-    return model
-
-
-def _nothing(*_: object) -> None:
-    pass

@@ -1,8 +1,7 @@
-"""Judges: is a text supported by its source? Each answers yes, no, or undecided.
+"""Judges: does its source support a text? Each answers yes, no, or undecided.
 
     endpoint:NAME a chat model behind an OpenAI-compatible endpoint, by the package ``openai``, which reads its address
                   and key from OPENAI_BASE_URL and OPENAI_API_KEY and repeats requests that fail for the moment
-    lm:PATH       a local causal LM: compares the log-probabilities of " yes" and " no" after the same prompt
     containment   no model. Questions: does the output contain a reference answer? Summaries: does the source contain
                   every word of the output? (Strict with paraphrases, and blind to how the words are combined.)
 
@@ -13,18 +12,15 @@ import hashlib
 import re
 import string
 import unicodedata
-from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-from diff_transformer.checks import require_extra, require_positive
+from diff_transformer.checks import require_extra
 from diff_transformer.data.tasks.types import GroundedItem
-from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
-from diff_transformer.evals.likelihood import continuation_logprobs
-from diff_transformer.evals.lm import max_positions
-from diff_transformer.evals.prompts import Fitted, fit_document
 
 YES, NO, UNDECIDED = "yes", "no", "undecided"
+REPEATS = 8  # of a request that fails for the moment
 
 
 class Judgement(NamedTuple):
@@ -34,13 +30,21 @@ class Judgement(NamedTuple):
     why: str
 
 
-class Judge(Protocol):
-    name: str
+Judge = Callable[[GroundedItem, str], Judgement]
 
-    def prepare(self, items: list[GroundedItem]) -> None:
-        """Called once, before anything is generated. Raise ValueError for items that cannot be judged."""
 
-    def __call__(self, item: GroundedItem, output: str) -> Judgement: ...
+def make_judge(name: str, options: dict | None = None) -> Judge:
+    """The judge called "containment" or "endpoint:MODEL". ``options``: fields of the endpoint's requests.
+
+    Raises:
+        UserError: for another name, or if the endpoint cannot be asked.
+    """
+    kind, _, model = name.partition(":")
+    if name == "containment":
+        return contained
+    if kind == "endpoint" and model:
+        return endpoint_judge(model, {"temperature": 0, "max_tokens": 16} if options is None else options)
+    raise UserError(f"judge is {name!r}; give containment or endpoint:MODEL")
 
 
 _INTRODUCTION = (
@@ -74,149 +78,62 @@ def judge_prompt(item: GroundedItem, output: str) -> str:
     return f"{_INTRODUCTION.format(mark=mark)}{''.join(blocks)}{asked}\nReply with one word, yes or no.\nAnswer:"
 
 
-_EDGE = r"[\s*_`\"'“”‘’«»()\[\]#>.:,;!—–-]*"
-_VERDICT = re.compile(rf"(?is){_EDGE}(?:(?:the |my |final )*(?:answer|verdict)(?: is)?{_EDGE})?(yes|no)(?P<rest>\W.*|)")
-_ENDED = re.compile(r"[*_`\"'“”‘’»)\]]*\s*(?:$|[.:,;!—–\n-])")
-_TAKEN_BACK = re.compile(r"(?i)\W*(yes|no)\W*(?:$|[.:,;!\n])")
+# The word as a statement of its own: no other word follows it in its line.
+_VERDICT = re.compile(r"(?i)[\W_]*(?:(?:the |my |final )*(?:answer|verdict)(?: is)?[\W_]*)?(yes|no)(?![ \t/]*[^\W_])")
 
 
-def parse_answer(reply: str) -> str | None:
-    """ "yes" or "no" if the reply is, or begins with, that word as a separate statement; otherwise None.
+def parse_answer(reply: str) -> str:
+    """ "yes" or "no" if the reply is, or begins with, that word as a separate statement; otherwise "undecided".
 
-    "Yes.", "**No**", "Answer: yes" and "No, the date is invented" are verdicts; "yes and no", "no idea", "Yes, no." and
-    "I think so" are not.
+    "Yes.", "**No**", "Answer: yes" and "No, the date is invented" are verdicts; "yes and no", "no idea" and "I think
+    so" are not.
     """
-    text = re.sub(r"(?s)^.*</think>", "", reply)
-    match = _VERDICT.fullmatch(text)
-    if match is None:
-        return None
-    word, rest = match[1].casefold(), match["rest"]
-    if not (rest.startswith("\n") or _ENDED.match(rest.lstrip(" \t"))):
-        return None
-    second = _TAKEN_BACK.match(rest)
-    return None if second and second[1].casefold() != word else word
+    match = _VERDICT.match(reply.rpartition("</think>")[2])
+    return match[1].casefold() if match else UNDECIDED
 
 
-class EndpointJudge:
-    """Asks a chat model, up to ``attempts`` times until a reply is a verdict; otherwise undecided.
+def endpoint_judge(model: str, options: dict) -> Judge:
+    """A judge that asks the chat model ``model``. ``options``: fields of a request besides model and messages."""
+    require_extra("judge", "a judge endpoint", "openai")
+    import openai
 
-    Args:
-        model: its name at the endpoint.
-        options: fields of a request besides model and messages.
+    try:
+        client = openai.OpenAI(max_retries=REPEATS)
+    except openai.OpenAIError as error:
+        raise UserError(f"the judge {model} cannot be asked: {error}") from None
 
-    Raises:
-        RuntimeError: if the package ``openai`` is not installed, or the endpoint refuses or does not recover.
-    """
-
-    def __init__(self, model: str, options: dict | None = None, *, attempts: int = 3):
-        require_positive(attempts=attempts)
-        require_extra("judge", "a judge endpoint", "openai")
-        import openai
-
+    def judge(item: GroundedItem, output: str) -> Judgement:
+        messages: Any = [{"role": "user", "content": judge_prompt(item, output)}]
         try:
-            self.client = openai.OpenAI()
+            reply = client.chat.completions.create(model=model, messages=messages, extra_body=options)
         except openai.OpenAIError as error:
-            raise UserError(f"the judge {model} cannot be asked: {error}") from None
-        self.model, self.attempts, self.name = model, attempts, f"endpoint:{model}"
-        self.options = {"temperature": 0, "max_tokens": 16} if options is None else options
+            said = f"{error} {error.response.text[:300]}" if isinstance(error, openai.APIStatusError) else str(error)
+            if "content_filter" in said:
+                return Judgement(UNDECIDED, "the endpoint filtered the prompt")
+            raise UserError(f"endpoint:{model}: {said}") from None
+        text = (reply.choices[0].message.content or "") if reply.choices else ""
+        return Judgement(parse_answer(text), text[:200])
 
-    def prepare(self, items: list[GroundedItem]) -> None:
-        """Accept all items."""
-
-    def __call__(self, item: GroundedItem, output: str) -> Judgement:
-        prompt, reply = judge_prompt(item, output), ""
-        for _ in range(self.attempts):
-            reply = self._reply(prompt)
-            verdict = parse_answer(reply)
-            if verdict is not None:
-                return Judgement(verdict, reply[:200])
-        return Judgement(UNDECIDED, f"{self.attempts} replies held no verdict; the last: {reply[:200]!r}")
-
-    def _reply(self, prompt: str) -> str:
-        """The text of the reply; empty if there is none, as for a prompt that the endpoint filters."""
-        import openai
-
-        messages: Any = [{"role": "user", "content": prompt}]
-        try:
-            reply = self.client.chat.completions.create(model=self.model, messages=messages, extra_body=self.options)
-        except openai.OpenAIError as error:
-            words = f"{error} {error.response.text[:300]}" if isinstance(error, openai.APIStatusError) else str(error)
-            if isinstance(error, openai.BadRequestError) and "content_filter" in words:
-                return ""
-            raise UserError(f"{self.name}: {words}; verdicts so far are kept, run again with --resume") from None
-        return reply.choices[0].message.content or "" if reply.choices else ""
+    return judge
 
 
-class LikelihoodJudge:
-    """A local causal LM: whichever of " yes" and " no" is likelier after the prompt. Small models judge badly."""
-
-    def __init__(self, lm):
-        self.lm, self.name = lm, f"lm:{lm.name}"
-        self.words = [encode(lm.tokenizer, word).tolist() for word in (" yes", " no")]
-
-    def prepare(self, items: list[GroundedItem]) -> None:
-        """Check that every prompt fits. A source that is too long will be cut, and the verdict says so.
-
-        Raises:
-            ValueError: if the judge has too few positions for its instructions.
-        """
-        for item in items:
-            try:
-                self._fitted(item, "")
-            except ValueError as error:
-                raise UserError(f"{self.name} has too few positions to judge item {item.id!r}: {error}") from None
-
-    def __call__(self, item: GroundedItem, output: str) -> Judgement:
-        try:
-            fitted = self._fitted(item, output)
-        except ValueError as error:
-            return Judgement(UNDECIDED, f"too few positions: {error}")
-        context = [*leading_ids(self.lm.tokenizer), *encode(self.lm.tokenizer, fitted.prompt).tolist()]
-        yes, no = continuation_logprobs(self.lm, [context], [self.words])[0]
-        answer = YES if yes > no else NO if no > yes else UNDECIDED
-        cut = f"; source cut to {fitted.kept} of {fitted.tokens} tokens" if fitted.truncated else ""
-        return Judgement(answer, f"log p(yes) {yes:.3f}, log p(no) {no:.3f}{cut}")
-
-    def _fitted(self, item: GroundedItem, output: str) -> Fitted:
-        positions = max_positions(self.lm)
-        limit = None if positions is None else positions - max(map(len, self.words))
-        return fit_document(
-            self.lm.tokenizer, item.document, lambda text: judge_prompt(replace(item, document=text), output), limit
-        )
-
-
-class ContainmentJudge:
-    """Containment of words after SQuAD's normalisation. Needs no model."""
-
-    name = "containment"
-
-    def prepare(self, items: list[GroundedItem]) -> None:
-        """Raise ValueError for a question without reference answers."""
-        for item in items:
-            if item.kind == "question" and not any(normalised(reference) for reference in item.references):
-                raise UserError(
-                    f"item {item.id!r} has no reference answer, which judge=containment needs; use another judge"
-                )
-
-    def __call__(self, item: GroundedItem, output: str) -> Judgement:
-        answer = normalised(output)
-        if item.kind == "question":
-            contained = [r for r in item.references if normalised(r) and _contains(answer, normalised(r))]
-            return (
-                Judgement(YES, f"contains {contained[0]!r}")
-                if contained
-                else Judgement(NO, "contains no reference answer")
-            )
-        words = [word for word in answer if word not in _FUNCTION_WORDS]
-        if not words:
-            return Judgement(UNDECIDED, "no word to look for")
-        source = set(normalised(item.document))
-        missing = list(dict.fromkeys(word for word in words if word not in source))
-        return (
-            Judgement(NO, f"not in the source: {', '.join(missing[:8])}")
-            if missing
-            else Judgement(YES, "all words in the source")
-        )
+def contained(item: GroundedItem, output: str) -> Judgement:
+    """Containment of words after SQuAD's normalisation. A question without reference answers is undecided."""
+    answer = normalised(output)
+    if item.kind == "question":
+        references = [words for reference in item.references if (words := normalised(reference))]
+        if not references:
+            return Judgement(UNDECIDED, "no reference answer")
+        right = any(_contains(answer, words) for words in references)
+        return Judgement(YES, "contains a reference answer") if right else Judgement(NO, "contains no reference answer")
+    words = [word for word in answer if word not in _FUNCTION_WORDS]
+    if not words:
+        return Judgement(UNDECIDED, "no word to look for")
+    source = set(normalised(item.document))
+    missing = list(dict.fromkeys(word for word in words if word not in source))
+    if missing:
+        return Judgement(NO, f"not in the source: {', '.join(missing[:8])}")
+    return Judgement(YES, "all words in the source")
 
 
 _FUNCTION_WORDS = frozenset(
@@ -236,27 +153,3 @@ def normalised(text: str) -> list[str]:
 
 def _contains(words: list[str], wanted: list[str]) -> bool:
     return any(words[i : i + len(wanted)] == wanted for i in range(len(words) - len(wanted) + 1))
-
-
-def make_judge(name: str, *, options: dict | None = None, device: str | None = None) -> Judge:
-    """The judge called "containment", "endpoint:MODEL" or "lm:PATH".
-
-    Args:
-        options: fields of an endpoint's requests.
-        device: of a local model.
-
-    Raises:
-        ValueError: for another name.
-    """
-    kind, _, of = name.partition(":")
-    if name == "containment":
-        return ContainmentJudge()
-    if kind == "endpoint" and of:
-        return EndpointJudge(of, options)
-    if kind == "lm" and of:
-        from diff_transformer.evals.lm import load_lm
-
-        return LikelihoodJudge(load_lm(of, device=device))
-    raise UserError(
-        f"judge is {name!r}; give containment, endpoint:MODEL, or lm:PATH (a folder, a hub name or a preset)"
-    )

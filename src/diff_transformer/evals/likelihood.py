@@ -116,7 +116,7 @@ def continuation_logprobs(
 
 
 @torch.inference_mode()
-def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, allow_beyond: bool = False) -> Tensor:
+def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Tensor:
     """Negative log-likelihood in nats of ``ids[1:]``, each given all tokens before it: fp32 ``[T - 1]``, on the CPU.
 
     The text is read in chunks over one cache. Memory is O(T) for the cache, plus the logits of one chunk. A model that
@@ -124,7 +124,6 @@ def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, all
 
     Args:
         chunk: tokens per forward pass.
-        allow_beyond: allow more positions than the model was built for, where it can (rotary embeddings).
 
     Raises:
         ValueError: for fewer than 2 tokens, or more than the model supports.
@@ -132,10 +131,7 @@ def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK, all
     require_positive(chunk=chunk)
     if len(ids) < 2:
         raise UserError(f"{len(ids)} tokens have no loss; give at least 2")
-    if allow_beyond:
-        _check_learned_positions(lm, len(ids) - 1)
-    else:
-        check_length(lm, len(ids) - 1, "the text")
+    check_length(lm, len(ids) - 1, "the text")
     tokens = torch.tensor([list(ids)], device=lm.device)
     if not lm.in_parts:
         out = lm.model(input_ids=tokens[:, :-1], use_cache=False)
@@ -155,17 +151,6 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
     first, last = min(lists), max(lists)  # all others lie between them in lexicographic order
     length = min(len(first), len(last))
     return next((i for i in range(length) if first[i] != last[i]), length)
-
-
-def _check_learned_positions(lm: CausalLM, tokens: int) -> None:
-    """Raise ValueError if a model with learned position embeddings has too few of them."""
-    for name, module in lm.model.named_modules():
-        table = name.rsplit(".", 1)[-1] in ("wpe", "embed_positions", "position_embeddings")
-        if table and isinstance(module, torch.nn.Embedding) and tokens > module.num_embeddings:
-            raise UserError(
-                f"{lm.name} has learned a table of {module.num_embeddings} positions and {tokens} are needed; give a "
-                "smaller length"
-            )
 
 
 def _whole(lm: CausalLM, contexts: Sequence, continuations: Sequence, batch_size: int) -> list[list[float]]:

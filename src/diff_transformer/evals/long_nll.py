@@ -7,20 +7,18 @@ Each book is read on its own from its beginning, in chunks over a key/value cach
 curve count, so that all points are of the same texts.
 """
 
-import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-
-from torch import Tensor
+from dataclasses import dataclass
+from itertools import pairwise
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
-from diff_transformer.evals.likelihood import CHUNK, position_losses
-from diff_transformer.evals.lm import CausalLM, max_positions, measured_split
-from diff_transformer.evals.samples import CHANGES_NOTHING, Samples
+from diff_transformer.evals.likelihood import position_losses
+from diff_transformer.evals.lm import CausalLM, check_length, measured_split
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 BINS_PER_DOUBLING = 4
@@ -39,10 +37,6 @@ class Settings:
     length: int = 65536
     # Most books: the first that are long enough, in the corpus's order.
     samples: int = 50
-    # Tokens per forward pass; changes memory and time, not the result.
-    chunk: int = field(default=CHUNK, metadata=CHANGES_NOTHING)
-    # Allow more positions than the model was built for, to see how it extrapolates.
-    allow_beyond: bool = False
 
 
 QUICK = {"length": 128, "samples": 12}
@@ -61,7 +55,7 @@ def evaluate_long_nll(
     lm: CausalLM,
     documents: Sequence[Document],
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """The negative log-likelihood of the first ``length`` positions of books, in nats.
 
@@ -72,32 +66,27 @@ def evaluate_long_nll(
         and ``count`` of its losses.
 
     Raises:
-        ValueError: for sizes that are not positive, a length that the model does not support unless ``allow_beyond``,
-            or no book of that length.
+        UserError: for sizes that are not positive, a length that the model does not support, or no book of that length.
     """
-    length, chunk, allow_beyond = settings.length, settings.chunk, settings.allow_beyond
-    require_positive(length=length, books=settings.samples, chunk=chunk)
-    positions = max_positions(lm)
-    if positions is not None and length > positions and not allow_beyond:
-        raise UserError(
-            f"length {length} is more than the {positions} positions of {lm.name} (config.max_position_embeddings); "
-            f"give a length up to {positions}, or allow_beyond=true to see how it extrapolates"
-        )
+    length = settings.length
+    require_positive(length=length, samples=settings.samples)
+    check_length(lm, length, "length")
     edges = bin_edges(length)
     skipped = max(0, len(leading_ids(lm.tokenizer)) - 1)  # losses of tokens that are not the book's
     chosen = _long_enough(lm, documents, length + skipped, settings.samples)
 
-    def score(batch: list[tuple[str, list[int], int]]) -> list[dict]:
-        rows = []
-        for name, ids, tokens in batch:
-            losses = position_losses(lm, ids, chunk=chunk, allow_beyond=allow_beyond)[skipped:]
-            rows.append({"book": name, "tokens": tokens, **binned(losses, edges)})
-        return rows
+    def score(books: Sequence[tuple[str, list[int]]]) -> list[dict]:
+        made = []
+        for name, ids in books:
+            losses = position_losses(lm, ids)[skipped:].double()
+            bins = [(high, losses[low:high].sum().item(), high - low) for low, high in pairwise(edges)]
+            made.append({"book": name, "bins": bins})
+        return made
 
     rows = [
         {"example": book["book"], "end": end, "sum": total, "count": count}
-        for book in (samples or Samples()).rows("books", chosen, score)
-        for end, total, count in zip(edges[1:], book["sums"], book["counts"], strict=True)
+        for book in samples.rows("books", chosen, score)
+        for end, total, count in book["bins"]
     ]
     return Result("long_nll", rows, {"length": length, "books": len(chosen), "documents": len(documents)})
 
@@ -109,16 +98,8 @@ def bin_edges(length: int) -> list[int]:
     return [0, *sorted({step for step in steps if step < length} | {length})]
 
 
-def binned(losses: Tensor, edges: Sequence[int]) -> dict[str, list]:
-    """Sums and counts of ``losses [T]`` between the edges, without losses beyond the last edge."""
-    parts = [losses[low:high].double() for low, high in itertools.pairwise(edges)]
-    return {"sums": [part.sum().item() for part in parts], "counts": [len(part) for part in parts]}
-
-
-def _long_enough(
-    lm: CausalLM, documents: Sequence[Document], length: int, books: int
-) -> list[tuple[str, list[int], int]]:
-    """(name, first ``length + 1`` tokens, number of tokens) of the first ``books`` documents that are long enough."""
+def _long_enough(lm: CausalLM, documents: Sequence[Document], length: int, books: int) -> list[tuple[str, list[int]]]:
+    """(name, first ``length + 1`` tokens) of the first ``books`` documents that are long enough."""
     before = leading_ids(lm.tokenizer)
     chosen, longest = [], 0
     for document in documents:
@@ -127,7 +108,7 @@ def _long_enough(
         ids = [*before, *encode(lm.tokenizer, document.text).tolist()]
         longest = max(longest, len(ids))
         if len(ids) > length:
-            chosen.append((document.name, ids[: length + 1], len(ids)))
+            chosen.append((document.name, ids[: length + 1]))
     if not chosen:
         raise UserError(
             f"none of the {len(documents)} documents has {length + 1} tokens in {lm.name}'s tokenizer, the "

@@ -18,25 +18,24 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
-from diff_transformer.evals.lm import CausalLM, max_positions
+from diff_transformer.evals.lm import CausalLM, check_length, max_positions
 from diff_transformer.evals.prompts import (
-    asked_details,
     best_of,
-    check_asking,
+    check_template,
     choice_tokens,
     reply,
+    template_details,
     templated,
     without_special,
-    worded,
 )
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 ORDERS = ("random", "alternate")
@@ -66,8 +65,6 @@ class Settings:
     orders: tuple[str, ...] = ORDERS
     # Ask through the tokenizer's chat template: one message has the examples and the question, the reply is the label.
     chat_template: bool = False
-    # Words around each text, "Question: {text}\nType:", in the examples too; empty for those of the data.
-    wording: str = ""
     # Seed of the questions and the examples; orders have seeds of their own.
     seed: int = 0
 
@@ -84,7 +81,7 @@ def evaluate_many_shot(
     lm: CausalLM,
     data: LabelledSet,
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """Answers by the number of examples, and by their order at the largest number.
 
@@ -97,18 +94,15 @@ def evaluate_many_shot(
         prompt with its answer). The first row of each order also has ``examples``: the text before its questions.
 
     Raises:
-        ValueError: for sizes that are not positive, an unknown order, prompts that the model does not support, or a
+        UserError: for sizes that are not positive, an unknown order, prompts that the model does not support, or a
             length without room for a single example.
     """
     curve_seeds, order_seeds, orders = settings.curve_seeds, settings.order_seeds, settings.orders
-    require_positive(questions=settings.samples, curve_seeds=curve_seeds, order_seeds=order_seeds)
-    unknown = [order for order in orders if order not in ORDERS]
-    if unknown or not orders:
-        raise UserError(f"orders is {orders!r}; give one or both of {', '.join(ORDERS)}")
-    samples = samples or Samples()
-    asked = settings.chat_template, settings.wording
-    check_asking(lm.tokenizer, *asked, ("text",))
-    task = _Task(lm, data, settings.samples, settings.seed, *asked)
+    require_positive(samples=settings.samples, curve_seeds=curve_seeds, order_seeds=order_seeds)
+    for order in orders:
+        require_known("order", order, ORDERS)
+    check_template(lm.tokenizer, settings.chat_template)
+    task = _Task(lm, data, settings.samples, settings.seed, settings.chat_template)
     counts = _counts(task, settings.shots, settings.lengths, order_seeds)
     rows: list[dict] = []
     for count in counts:
@@ -117,16 +111,16 @@ def evaluate_many_shot(
             for order_seed in range(order_seeds if largest else curve_seeds):
                 rows += _ask(task, count, order, order_seed, samples)
     about = {"data": data.name, "labels": list(data.labels), "chance": 1 / len(data.labels), "shots": counts}
-    return Result("many_shot", rows, about | {"training_texts": len(task.pool), **asked_details(*asked)})
+    return Result(
+        "many_shot", rows, about | {"training_texts": len(task.pool), **template_details(settings.chat_template)}
+    )
 
 
 class _Task:
     """The questions and the examples, in the order of their draw, and the format of prompts."""
 
-    def __init__(
-        self, lm: CausalLM, data: LabelledSet, questions: int, seed: int, chat_template: bool = False, wording: str = ""
-    ):
-        self.lm, self.data, self.seed, self.chat, self.wording = lm, data, seed, chat_template, wording
+    def __init__(self, lm: CausalLM, data: LabelledSet, questions: int, seed: int, chat_template: bool = False):
+        self.lm, self.data, self.seed, self.chat = lm, data, seed, chat_template
         self.labels = data.labels
         self.endings = [reply(lm.tokenizer, label) if chat_template else f" {label}\n" for label in self.labels]
         chosen = evaluation_rng(seed, "many_shot", "questions").permutation(len(data.test))[:questions]
@@ -137,15 +131,12 @@ class _Task:
             raise UserError(f"every training text of {data.name} is a test text too; give other training texts")
         self.pool = [shown[i] for i in evaluation_rng(seed, "many_shot", "examples").permutation(len(shown))]
 
-    def ask(self, example: Labelled) -> str:
-        return worded(self.wording, text=example.text) if self.wording else self.data.ask(example.text)
-
     def prompt(self, text: str) -> str:
         """The whole prompt of the examples and the question in ``text``."""
         return templated(self.lm.tokenizer, without_special(self.lm.tokenizer, text)) if self.chat else text
 
     def show(self, examples: Sequence[Labelled]) -> str:
-        return "".join(f"{self.ask(example)} {example.label}\n" for example in examples)
+        return "".join(f"{self.data.ask(example.text)} {example.label}\n" for example in examples)
 
     def ordered(self, count: int, order: str, order_seed: int) -> list[Labelled]:
         """The first ``count`` examples, in an order of this kind."""
@@ -164,7 +155,7 @@ class _Task:
     def answer_tokens(self) -> int:
         """Most tokens that a question with its answer takes, with the tokens in front of every prompt."""
         longest = max(self.endings, key=self.tokens)
-        most = max(self.tokens(self.prompt(self.ask(question)) + longest) for question in self.questions)
+        most = max(self.tokens(self.prompt(self.data.ask(question.text)) + longest) for question in self.questions)
         return most + (0 if self.chat else len(leading_ids(self.lm.tokenizer)))
 
 
@@ -181,32 +172,23 @@ def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[La
 
 def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_seeds: int) -> list[int]:
     """Numbers of examples to measure at, ascending."""
-    require_positive(**{f"shots[{i}]": k for i, k in enumerate(shots)})
-    require_positive(**{f"lengths[{i}]": n for i, n in enumerate(lengths)})
-    positions = max_positions(task.lm)
     if not shots and not lengths:
-        top = min(positions or LONGEST, LONGEST)
+        top = min(max_positions(task.lm) or LONGEST, LONGEST)
         shots, lengths = (1,), [*(_SHORTEST << i for i in range(20) if _SHORTEST << i < top), top]
-    if positions is not None and max(lengths, default=0) > positions:
-        raise UserError(
-            f"lengths up to {max(lengths)} tokens are more than the {positions} positions of {task.lm.name} "
-            "(config.max_position_embeddings); give smaller lengths, or none for the default ones"
-        )
     answer = task.answer_tokens()
-    counts = {_fitting(task, length - answer, length, order_seeds) for length in lengths}
-    for count in shots:
-        if count > len(task.pool):
-            raise UserError(f"{count} examples were asked for and {task.data.name} has {len(task.pool)} to show")
-        needed = answer + task.most_tokens(count, order_seeds)
-        if positions is not None and needed > positions:
-            raise UserError(
-                f"{count} examples make prompts of {needed} tokens, more than the {positions} positions of "
-                f"{task.lm.name} (config.max_position_embeddings); give fewer shots"
-            )
+    counts = {_fitting(task, length - answer, order_seeds) for length in lengths}
+    most = max(shots, default=1)
+    if most > len(task.pool):
+        raise UserError(f"{most} examples were asked for and {task.data.name} has {len(task.pool)} to show")
+    if shots:
+        lengths = [*lengths, answer + task.most_tokens(most, order_seeds)]
+    check_length(task.lm, max(lengths), "the longest prompt")
+    if min(counts | set(shots)) < 1:
+        raise UserError(f"a prompt of {min(lengths)} tokens has no room for an example; give larger lengths or shots")
     return sorted(counts | set(shots))
 
 
-def _fitting(task: _Task, room: int, length: int, order_seeds: int) -> int:
+def _fitting(task: _Task, room: int, order_seeds: int) -> int:
     """Number of examples that take at most ``room`` tokens in every order."""
     low, high = 0, len(task.pool)
     while low < high:
@@ -214,12 +196,6 @@ def _fitting(task: _Task, room: int, length: int, order_seeds: int) -> int:
         low, high = (middle, high) if task.tokens(task.show(task.pool[:middle])) <= room else (low, middle - 1)
     while low and task.most_tokens(low, order_seeds) > room:
         low -= 1
-    if not low:
-        first = task.tokens(task.show(task.pool[:1]))
-        raise UserError(
-            f"a prompt of {length} tokens has no room for an example: the first takes {first}, the longest question "
-            f"with its answer {length - room}, in {task.lm.name}'s tokens; give a larger length or other data"
-        )
     return low
 
 
@@ -229,9 +205,9 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
     examples = task.show(task.ordered(count, order, order_seed))
     prefix = None
 
-    def score(questions: list[Labelled]) -> list[dict]:
+    def score(questions: Sequence[Labelled]) -> list[dict]:
         nonlocal prefix
-        texts = [task.prompt(examples + task.ask(question)) for question in questions]
+        texts = [task.prompt(examples + task.data.ask(question.text)) for question in questions]
         pairs = [choice_tokens(lm.tokenizer, text, task.endings, special=task.chat) for text in texts]
         contexts, continuations = [list(side) for side in zip(*pairs, strict=True)]
         if prefix is None:
@@ -241,7 +217,7 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
         for question, context, tails, logprobs in zip(questions, contexts, continuations, scores, strict=True):
             best = [task.labels[place] for place in best_of(logprobs)]
             rows.append({
-                "prompt": task.ask(question), "expected": question.label, "got": best[0],
+                "prompt": task.data.ask(question.text), "expected": question.label, "got": best[0],
                 "score": (question.label in best) / len(best), "tied": len(best), "logprobs": logprobs, "shots": count,
                 "order": order, "order_seed": order_seed, "tokens": len(context) + max(map(len, tails)),
             })  # fmt: skip

@@ -4,19 +4,15 @@ Hooks read the magnitudes and leave the model unchanged. The largest hundred are
 histogram whose bins are at most 0.4 % wide.
 """
 
-import base64
-import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
-from diff_transformer.evals.attention_tap import BLOCK, AttentionCall, layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_tap import AttentionCall, layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM, check_length, text_details, text_rows
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 RANKS = (1, 2, 3, 10, 100)
@@ -48,7 +44,7 @@ QUICK = {"length": 128, "samples": 32}
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval outliers``."""
     ids, part = text_rows(lm, settings, settings.samples)
-    result = evaluate_outliers(lm, ids, samples=samples)
+    result = evaluate_outliers(lm, ids, samples)
     result.about.update(text_details(settings, part))
     return result
 
@@ -76,19 +72,13 @@ class Magnitudes:
             top = magnitudes.topk(most).values
         bins = torch.bincount(magnitudes.view(torch.int32) >> _CUT, minlength=_BINS)  # floats are ordered as integers
         bins[0] -= left_out
-        self._take(top.cpu(), bins.cpu())
+        self.take(top.cpu(), bins.cpu())
 
-    def merge(self, other: "Magnitudes") -> None:
-        self._take(other.top, other.histogram)
-
-    def _take(self, top: Tensor, histogram: Tensor) -> None:
+    def take(self, top: Tensor, histogram: Tensor) -> None:
+        """Add the largest and the histogram of other numbers."""
         joined = torch.cat((self.top, top))
         self.top = joined.topk(min(max(RANKS), len(joined))).values
         self.histogram += histogram
-
-    @property
-    def count(self) -> int:
-        return int(self.histogram.sum())
 
     def median(self) -> float:
         total = self.histogram.cumsum(0)
@@ -101,24 +91,11 @@ class Magnitudes:
         same = {"experiment": "outliers_top", "kind": kind, "layer": layer}
         return [{**same, "example": f"{kind} {layer} {k}", "k": k, "value": value} for k, value in ranked.items()]
 
-    def state(self) -> list[str]:
-        """The state as two short strings."""
-        counts = zlib.compress(self.histogram.numpy().tobytes())
-        return [base64.b64encode(part).decode() for part in (self.top.numpy().tobytes(), counts)]
-
-    @classmethod
-    def of_state(cls, state: Sequence[str]) -> "Magnitudes":
-        top, counts = (base64.b64decode(part) for part in state)
-        found = cls()
-        found.top = torch.from_numpy(np.frombuffer(top, np.float32).copy())
-        found.histogram = torch.from_numpy(np.frombuffer(zlib.decompress(counts), np.int64).copy())
-        return found
-
 
 Table = dict[tuple[str, int], Magnitudes]  # (kind, layer) -> magnitudes
 
 
-def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples: Samples | None = None) -> Result:
+def evaluate_outliers(lm: CausalLM, ids: Tensor, samples: Samples = ALL) -> Result:
     """Largest and median magnitudes over the tokens ``ids [rows, T]``.
 
     Logits are ``q k^T / sqrt(d)`` of every unmasked pair, for differential attention of both maps. At most ``block`` of
@@ -133,17 +110,25 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, *, block: int = BLOCK, samples:
     Raises:
         ValueError: for a model whose attention cannot be read, or rows longer than it supports.
     """
-    require_positive(block=block)
     check_length(lm, ids.shape[1], "a row")
-    kept = (samples or Samples()).rows("rows", range(len(ids)), _scorer(lm, ids, block))
-    table: Table = {}
-    for row in kept:
-        for name, state in row["state"].items():
-            kind, layer = name.split()
-            table.setdefault((kind, int(layer)), Magnitudes()).merge(Magnitudes.of_state(state))
-    rows = [{key: value for key, value in row.items() if key != "state"} for row in kept]
+    whole: Table = {}
+
+    def score(numbers: Sequence[int]) -> list[dict]:
+        rows = []
+        for number in numbers:
+            table = measure(lm, ids[number : number + 1])
+            for key, found in table.items():
+                whole.setdefault(key, Magnitudes()).take(found.top, found.histogram)
+            logits, hidden = _merged(table, "first", "second"), _merged(table, "hidden")
+            rows.append({
+                "example": number, "logits_top1": float(logits.top[0]), "hidden_top1": float(hidden.top[0]),
+                "logits_median": logits.median(), "hidden_median": hidden.median(),
+            })  # fmt: skip
+        return rows
+
+    rows = samples.rows("rows", range(len(ids)), score)
     about = {"tokens": len(rows) * ids.shape[1], "length": ids.shape[1]}
-    return Result("outliers", rows + ranked(table), about)
+    return Result("outliers", rows + ranked(whole), about)
 
 
 def ranked(table: Table) -> list[dict]:
@@ -161,31 +146,15 @@ def ranked(table: Table) -> list[dict]:
 
 
 def _merged(table: Table, *kinds: str) -> Magnitudes:
-    found = Magnitudes()
+    merged = Magnitudes()
     for (kind, _), magnitudes in table.items():
         if kind in kinds:
-            found.merge(magnitudes)
-    return found
-
-
-def _scorer(lm: CausalLM, ids: Tensor, block: int) -> Callable[[list[int]], list[dict]]:
-    def score(numbers: list[int]) -> list[dict]:
-        rows = []
-        for number in numbers:
-            table = measure(lm, ids[number : number + 1], block)
-            both, hidden = _merged(table, "first", "second"), _merged(table, "hidden")
-            rows.append({
-                "example": number, "logits_top1": float(both.top[0]), "hidden_top1": float(hidden.top[0]),
-                "logits_median": both.median(), "hidden_median": hidden.median(),
-                "state": {f"{kind} {layer}": found.state() for (kind, layer), found in table.items()},
-            })  # fmt: skip
-        return rows
-
-    return score
+            merged.take(magnitudes.top, magnitudes.histogram)
+    return merged
 
 
 @torch.inference_mode()
-def measure(lm: CausalLM, ids: Tensor, block: int = BLOCK) -> Table:
+def measure(lm: CausalLM, ids: Tensor) -> Table:
     """The magnitudes of one forward pass over ``ids [B, T]``, by kind and layer."""
     table: Table = {}
 
@@ -193,7 +162,7 @@ def measure(lm: CausalLM, ids: Tensor, block: int = BLOCK) -> Table:
         table.setdefault((kind, layer), Magnitudes()).add(values, allowed)
 
     def look(call: AttentionCall) -> None:
-        for rows in call.blocks(block):
+        for rows in call.blocks():
             keys = call.reach(rows)
             allowed = call.allowed(rows)[..., keys]
             for kind, logits in zip(KINDS, call.logits(rows, keys), strict=False):

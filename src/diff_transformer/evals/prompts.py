@@ -1,6 +1,5 @@
-"""Prompts: choices as continuations in tokens, a document cut so that it fits, chat templates and users' wordings."""
+"""Prompts: choices as continuations in tokens, a document cut so that it fits, chat templates."""
 
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -17,27 +16,18 @@ _SYNC = 64  # tokens that must agree between the window and the whole context be
 SMALLEST = 16  # tokens of a document that a prompt must keep
 
 
-def check_asking(tokenizer, chat_template: bool, wording: str = "", places: Sequence[str] = ()) -> None:
-    """Check how an experiment is to ask.
-
-    Args:
-        wording: a user's words for the question, with "{place}" for each of ``places``; empty for ours.
-
-    Raises:
-        ValueError: for a tokenizer without a chat template, or a wording that lacks one of ``places``.
-    """
+def check_template(tokenizer, chat_template: bool) -> None:
+    """Raise UserError for a chat template that the tokenizer does not have."""
     if chat_template and not getattr(tokenizer, "chat_template", None):
         raise UserError(
             "the model's tokenizer has no chat template; leave --chat-template out, or give an instruct model"
         )
-    missing = [place for place in places if wording and f"{{{place}}}" not in wording]
-    if missing:
-        raise UserError(f"wording is {wording!r}; put {{{missing[0]}}} where it belongs")
 
 
-def worded(wording: str, **values: str) -> str:
-    """``wording`` with each "{name}" replaced by the value of that name."""
-    return re.sub(r"\{(\w+)\}", lambda found: values.get(found[1], found[0]), wording)
+def template_details(chat_template: bool, scoring: str = "") -> dict:
+    """``asked`` of a result, which says on the page how questions were put, if not in the experiment's own way."""
+    asked = ", ".join(filter(None, ["through the tokenizer's chat template" if chat_template else "", scoring]))
+    return {"asked": f"asked {asked}"} if asked else {}
 
 
 def templated(tokenizer, text: str, beginning: str = "") -> str:
@@ -71,19 +61,6 @@ def without_special(tokenizer, text: str) -> str:
 def special_spellings(tokenizer) -> list[str]:
     """The spellings of the tokenizer's special tokens, of two characters or more."""
     return [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special and len(str(token)) > 1]
-
-
-def asked_details(chat_template: bool, wording: str = "", scoring: str = "") -> dict:
-    """Facts for a result's provenance: how the questions were put, where that is not the experiment's own way, and
-    ``asked``, which says it in words on the page."""
-    details = {"chat_template": chat_template, "wording": wording, "scoring": scoring}
-    words = [
-        "through the tokenizer's chat template" if chat_template else "",
-        f"in the user's words {wording!r}" if wording else "",
-        scoring,
-    ]
-    said = ", ".join(filter(None, words))
-    return {**{key: value for key, value in details.items() if value}, **({"asked": f"asked {said}"} if said else {})}
 
 
 def choice_tokens(

@@ -13,34 +13,25 @@ Both maps of differential attention are quantised. The softmax and everything af
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.tasks.continuations import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.data.tokenizer import encode_all
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
-from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs
-from diff_transformer.evals.lm import (
-    CausalLM,
-    check_length,
-    first_of_text,
-    rows_at_once,
-    text_details,
-    text_rows,
-)
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.likelihood import continuation_logprobs
+from diff_transformer.evals.lm import CausalLM, check_length, first_of_text, rows_at_once, text_details, text_rows
+from diff_transformer.evals.prompts import choice_tokens
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 BITS = (16, 8, 6, 4)
 GRANULARITIES = ("tensor", "head", "row")
-_CHOICE = {"experiment": "quantization_choice"}
 
 
 @dataclass(frozen=True)
@@ -61,7 +52,7 @@ class Settings:
     # Tokens of such a row, in the model's own tokenizer.
     length: int = 1024
     # Bits of a logit, 2 to 16.
-    bits: tuple = BITS
+    bits: tuple[int, ...] = BITS
     # The logits that share a scale: "tensor", "head" or "row".
     granularity: str = "tensor"
     # Seed of the choice of rows, and of the order of tasks from "python" or the hub.
@@ -88,7 +79,7 @@ def evaluate_quantization(
     tasks: Sequence[MultipleChoiceItem],
     ids: Tensor | None = None,
     settings: Settings = Settings(),
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """Zero-shot accuracy and loss with attention logits of each number of bits.
 
@@ -100,36 +91,36 @@ def evaluate_quantization(
 
     Returns:
         For each number of bits, a row for each row of text with its mean ``loss``; in the table ``quantization_choice``
-        a row for each task: ``score`` by the log-probability per character, ``plain`` by the total, ``cut``, the tokens
-        that the context lost at its beginning to fit the model, or ``skipped``, why an ending is too long for it.
+        a row for each task: ``score`` by the log-probability per character, ``plain`` by the total, and ``cut``, the
+        tokens that the context lost at its beginning to fit the model.
 
     Raises:
-        ValueError: for bits outside 2 to 16, an unknown granularity, a row of text longer than the model supports, or
-            if every task has an ending too long for the model.
+        UserError: for bits outside 2 to 16, an unknown granularity, or a text longer than the model supports.
     """
-    bits, granularity = settings.bits, settings.granularity
-    _check(bits, granularity)
+    alone = settings.granularity != "row"
+    numbered, size = list(enumerate(tasks)), 1 if alone else max(1, lm.batch_size // 4)
     if ids is not None:
         check_length(lm, ids.shape[1], "a row")
-    samples, rows = samples or Samples(), []
-    for each in bits:
+    rows: list[dict] = []
+    for bits in settings.bits:
+        plan = absmax(bits, settings.granularity)
 
-        def quantised(each: int = each) -> AbstractContextManager:
-            return changed_logits(lm.model, absmax(each, granularity))
+        def choices(batch: Sequence[tuple[int, MultipleChoiceItem]], bits: int = bits, plan=plan) -> list[dict]:
+            with changed_logits(lm.model, plan):
+                return _choices(lm, batch, bits, alone)
 
-        alone = granularity != "row"
-        score = _choice_scorer(lm, quantised, each, alone)
-        numbered = list(enumerate(tasks))
-        batch_size = 1 if alone else max(1, lm.batch_size // 4)
-        rows += samples.rows(f"choices_{each}bit", numbered, score, batch_size=batch_size)
+        def losses(numbers: Sequence[int], bits: int = bits, plan=plan) -> list[dict]:
+            assert ids is not None
+            with changed_logits(lm.model, plan):
+                means = lm.token_losses(ids[list(numbers)])[:, first_of_text(lm, ids) - 1 :].double().mean(1).tolist()
+            return [{"example": n, "bits": bits, "loss": mean} for n, mean in zip(numbers, means, strict=True)]
+
+        rows += samples.rows(f"choices, {bits} bits", numbered, choices, batch_size=size)
         if ids is not None:
-            score = _loss_scorer(lm, ids, quantised, each)
-            part, size = f"loss_{each}bit", rows_at_once(lm, ids.shape[1])
-            rows += samples.rows(part, range(len(ids)), score, batch_size=size)
-    if tasks and not any("cut" in row for row in rows):
-        raise UserError(next(row["skipped"] for row in rows if "skipped" in row))
+            at_once = rows_at_once(lm, ids.shape[1])
+            rows += samples.rows(f"loss, {bits} bits", range(len(ids)), losses, batch_size=at_once)
     chance = sum(1 / len(task.choices) for task in tasks) / len(tasks) if tasks else None
-    return Result("quantization", rows, {"bits": list(bits), "tasks": len(tasks), "chance": chance})
+    return Result("quantization", rows, {"bits": list(settings.bits), "tasks": len(tasks), "chance": chance})
 
 
 def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
@@ -145,7 +136,9 @@ def absmax(bits: int, granularity: str) -> Callable[[AttentionCall], Change]:
     Raises:
         ValueError: for bits outside 2 to 16, or an unknown granularity.
     """
-    _check((bits,), granularity)
+    require_known("granularity", granularity, GRANULARITIES)
+    if not 2 <= bits <= 16:
+        raise UserError(f"bits are {bits}; give whole numbers from 2 to 16")
 
     def plan(call: AttentionCall) -> Change:
         whole = None if granularity == "row" else _largest(call, granularity)
@@ -177,82 +170,23 @@ def _peaks(logits: Tensor, allowed: Tensor, dims: tuple[int, ...]) -> Tensor:
     return logits.abs().masked_fill_(~allowed, 0.0).amax(dims, keepdim=True)
 
 
-def _choice_scorer(
-    lm: CausalLM, quantised: Callable[[], AbstractContextManager], bits: int, alone: bool
-) -> Callable[[list[tuple[int, MultipleChoiceItem]]], list[dict]]:
-    def score(numbered: list[tuple[int, MultipleChoiceItem]]) -> list[dict]:
-        rows: list[dict] = []
-        split = {}
-        for place, (number, task) in enumerate(numbered):
-            rows.append({**_CHOICE, "example": number, "bits": bits, "prompt": task.question, "score": None})
-            try:
-                split[place] = split_task(lm, task)
-            except TooLong as error:
-                rows[place]["skipped"] = f"task {number}: {error}"
-        contexts, endings = [context for context, _, _ in split.values()], [tokens for _, tokens, _ in split.values()]
-        with quantised():
-            logprobs = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
-        for (place, (_, _, cut)), found in zip(split.items(), logprobs, strict=True):
-            rows[place] |= {**_row(numbered[place][1], found), "cut": cut}
-        return rows
-
-    return score
-
-
-class TooLong(UserError):
-    """A text that has more tokens than the model supports."""
-
-
-def split_task(lm: CausalLM, task: MultipleChoiceItem) -> tuple[list[int], list[list[int]], int]:
-    """(context, the rest of each choice, tokens cut) in tokens.
-
-    Each text is tokenised whole. The context is the common prefix of these texts and of the context alone, so the
-    result does not depend on how a tokenizer joins words. If the model has too few positions, the context loses its
-    beginning.
-
-    Raises:
-        TooLong: if an ending alone is too long for the model.
-        ValueError: for an item without a token before its endings.
-    """
-    texts = [task.question, *(f"{task.question} {choice}" for choice in task.choices)]
-    context, *wholes = [lm.prefix + ids.tolist() for ids in encode_all(lm.tokenizer, texts)]
-    shared = min(common_prefix([context, *wholes]), min(map(len, wholes)) - 1)
-    if not shared:
-        raise UserError(f"the context {task.question[:60]!r} has no token before its endings; give a longer context")
-    context, endings = context[:shared], [whole[shared:] for whole in wholes]
-    start, room = len(lm.prefix), len(context)
-    if lm.positions is not None:
-        room = lm.positions - max(map(len, endings)) + 1 - start
-    if room < 1:
-        longest = max(map(len, endings))
-        raise TooLong(f"a choice has {longest} tokens, more than the {lm.positions} positions of {lm.name}")
-    cut = max(0, len(context) - start - room)
-    return context[:start] + context[start + cut :], endings, cut
-
-
-def _row(task: MultipleChoiceItem, logprobs: list[float]) -> dict:
-    normalised = [value / len(choice) for value, choice in zip(logprobs, task.choices, strict=True)]
-    got, plain = int(np.argmax(normalised)), int(np.argmax(logprobs))
-    return {
-        "expected": task.choices[task.answer], "got": task.choices[got],
-        "score": float(got == task.answer), "plain": float(plain == task.answer), "logprobs": logprobs,
-    }  # fmt: skip
-
-
-def _loss_scorer(
-    lm: CausalLM, ids: Tensor, quantised: Callable[[], AbstractContextManager], bits: int
-) -> Callable[[list[int]], list[dict]]:
-    def score(numbers: list[int]) -> list[dict]:
-        with quantised():
-            losses = lm.token_losses(ids[numbers])[:, first_of_text(lm, ids) - 1 :].double().mean(1)
-        return [{"example": n, "bits": bits, "loss": loss} for n, loss in zip(numbers, losses.tolist(), strict=True)]
-
-    return score
-
-
-def _check(bits: Sequence[int], granularity: str) -> None:
-    if granularity not in GRANULARITIES:
-        raise UserError(f"granularity is {granularity!r}; accepted: {', '.join(map(repr, GRANULARITIES))}")
-    wrong = [each for each in bits if not isinstance(each, int) or not 2 <= each <= 16]
-    if wrong or not bits:
-        raise UserError(f"bits are {list(bits)}; give whole numbers from 2 to 16")
+def _choices(lm: CausalLM, numbered: Sequence[tuple[int, MultipleChoiceItem]], bits: int, alone: bool) -> list[dict]:
+    """A row for each task. A context too long for the model's positions loses its beginning."""
+    contexts, endings, cuts, first = [], [], [], len(lm.prefix)
+    for _, task in numbered:
+        context, choices = choice_tokens(lm.tokenizer, task.question, [f" {choice}" for choice in task.choices])
+        room = (lm.positions or len(context) + max(map(len, choices))) - max(map(len, choices)) + 1
+        cuts.append(max(0, len(context) - max(room, first + 1)))
+        contexts.append(context[:first] + context[first + cuts[-1] :])
+        endings.append(choices)
+    rows = []
+    scored = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
+    for (number, task), logprobs, cut in zip(numbered, scored, cuts, strict=True):
+        normalised = [value / len(choice) for value, choice in zip(logprobs, task.choices, strict=True)]
+        got, plain = int(np.argmax(normalised)), int(np.argmax(logprobs))
+        rows.append({
+            "experiment": "quantization_choice", "example": number, "bits": bits, "prompt": task.question,
+            "score": float(got == task.answer), "expected": task.choices[task.answer], "got": task.choices[got],
+            "plain": float(plain == task.answer), "logprobs": logprobs, "cut": cut,
+        })  # fmt: skip
+    return rows

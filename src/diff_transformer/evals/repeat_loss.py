@@ -7,6 +7,7 @@ A token is an AR-Hit if it ends an n-gram that occurred earlier in the same cont
 set. A model can memorise the frequent ones.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ from diff_transformer.data.documents import take_bytes
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 from diff_transformer.data.packing import pack_documents
 from diff_transformer.evals.lm import LanguageModel, check_length, first_of_text, rows_at_once, spread_rows
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
 
@@ -74,7 +75,7 @@ def evaluate_associative_recall(
     *,
     n: int = Settings.ngram,
     frequent_share: float,
-    samples: Samples | None = None,
+    samples: Samples = ALL,
 ) -> Result:
     """Mean negative log-likelihood in nats a token over ``ids [rows, T]``: all, AR-Hit, Others. Tokens that the
     tokenizer puts in front of a text have no loss.
@@ -95,8 +96,8 @@ def evaluate_associative_recall(
 
     first = first_of_text(lm, ids)
 
-    def score(batch: list[int]) -> list[dict]:
-        part = ids[batch]  # [B, T]
+    def score(batch: Sequence[int]) -> list[dict]:
+        part = ids[list(batch)]  # [B, T]
         hits = torch.from_numpy(ar_hits(part.numpy(), frequent, n=n, vocab_size=vocab_size))[:, first:]
         losses = lm.token_losses(part)[:, first - 1 :].double()
         rows = []
@@ -108,6 +109,6 @@ def evaluate_associative_recall(
         return rows
 
     batch_size = rows_at_once(lm, ids.shape[1])
-    rows = (samples or Samples()).rows("rows", range(len(ids)), score, batch_size=batch_size)
+    rows = samples.rows("rows", range(len(ids)), score, batch_size=batch_size)
     about = {"n": n, "frequent_above": threshold, "frequent_share": frequent_share, "frequent_ngrams": len(frequent)}
     return Result("associative_recall", rows, about | {"tokens": len(rows) * ids.shape[1], "length": ids.shape[1]})

@@ -31,7 +31,7 @@ from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file,
 from diff_transformer.lab.sides import PAIR, SOURCE
 from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.verdicts import Verdicts
-from diff_transformer.lab.worker import more_experiments
+from diff_transformer.lab.worker import more_experiments, settings_of_run
 from diff_transformer.model.card import label_of
 from diff_transformer.model.matching import variant_fields
 from diff_transformer.train.config import RunConfig, override
@@ -378,7 +378,7 @@ def _check_data(config: RunConfig) -> None:
     """Raise for an invalid configuration before the folder is created and any process starts."""
     from diff_transformer.data.evaluation_text import load_rows
     from diff_transformer.data.filler import Filler
-    from diff_transformer.evals.needle import check_needle_fits
+    from diff_transformer.evals.needle import Asking, check_needle_fits
     from diff_transformer.train.training_data import load_training_data
 
     more = more_experiments(config)
@@ -391,11 +391,7 @@ def _check_data(config: RunConfig) -> None:
             f"evaluation.needle_lengths has {max(lengths)} tokens, more than model.max_position_embeddings "
             f"{positions}; give fewer, or raise the latter"
         )
-    for length in dict.fromkeys((min(lengths), max(lengths))):  # lengths between them fit if these do
-        check_needle_fits(
-            filler, data.tokenizer, settings.needles, length, config.data.needles.digits,
-            per_cell=settings.samples, seed=settings.seed,
-        )  # fmt: skip
+    check_needle_fits(filler, Asking(data.tokenizer, settings_of_run(config)["needle"]))
     for name, rows in ROWS_OF_TEXT.items():
         wanted = more.get(name)
         if wanted is not None and wanted.split == "auto" and getattr(wanted, rows):

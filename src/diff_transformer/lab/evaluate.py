@@ -114,11 +114,10 @@ def run_eval(
     *,
     quick: bool = False,
     limit: int | None = None,
-    resume: bool = False,
     bar: "Bar | None" = None,
     identity: tuple[str, int, str] | None = None,
 ) -> Record:
-    """Run one experiment on one model and write its rows to ``out``; finished samples are kept beside it until then.
+    """Run one experiment on one model and write its rows to ``out``.
 
     Args:
         name: of an experiment, or a file of Python with one.
@@ -128,7 +127,6 @@ def run_eval(
         out: file to write (``.jsonl.gz``), which ``load_records`` and ``diff-transformer report`` read.
         quick: start from the experiment's quick settings, for small models, where ``settings`` are given by name.
         limit: most samples of each part.
-        resume: continue an interrupted run.
         identity: side, training seed and setting of the model; by default those of the training run that wrote its
             folder, else its name.
 
@@ -136,8 +134,8 @@ def run_eval(
         The record of the model: its rows, and the numbers that are made of them (``metrics``).
 
     Raises:
-        UserError: for an unknown experiment or setting, a run to resume that had other settings, an ``out`` that exists
-            or has another ending, or an extra that is not installed; nothing is written then.
+        UserError: for an unknown experiment or setting, an ``out`` that exists or has another ending, or an extra that
+            is not installed; nothing is written then.
     """
     module, out = experiment(name), Path(out)
     if not out.name.endswith(ENDING):
@@ -150,20 +148,12 @@ def run_eval(
     settings = build(module.Settings, asdict(settings), f"{name}.")
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
-    free = {field.name for field in fields(settings) if field.metadata.get("changes_nothing")}
     about = _about(lm)
-    everything = {
-        "eval": name, "model": None if lm is None else lm.name, **about, "limit": limit,
-        **{key: value for key, value in asdict(settings).items() if key not in free},
-    }  # fmt: skip
-    journal = out.with_name(out.name + ".samples.jsonl")
-    samples = Samples(journal, settings=everything, limit=limit, resume=resume, bar=bar)
-    result = module.run(lm, settings, samples)
+    result = module.run(lm, settings, Samples(limit, bar))
     facts = provenance(**settings_of_lm(lm), **asdict(settings)) | result.about | about
     who = identity or _identity("" if lm is None else lm.name, about.get("path", ""))
     rows = [*rows_of(result.experiment, result.rows, facts, *who)]
     write_rows(out, rows)
-    samples.done()
     return records_of(Rows(rows))[0]
 
 
@@ -260,7 +250,7 @@ def run_suite(
     With a single experiment, an error is raised unchanged. With several, it is kept in the outcome, and the others run.
 
     Args:
-        resume: continue in an existing folder: finished results are kept, interrupted ones continued.
+        resume: continue in an existing folder, whose finished results are kept.
         bar: makes the progress bar of one experiment on one model from its title.
 
     Raises:
@@ -288,7 +278,7 @@ def run_suite(
                     lm.name = str(label)
                 show = bar(f"{name} {label or ''}".strip()) if bar else None
                 settings = settings_for(plan, name)
-                record = run_eval(name, lm, settings, path, limit=plan.limit, resume=resume, bar=show)
+                record = run_eval(name, lm, settings, path, limit=plan.limit, bar=show)
                 outcomes.append(Outcome(name, label, path, record))
             except Exception as error:
                 if len(plan.names) == 1:

@@ -123,7 +123,7 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
             write_rows(path, [row(EXPLORER, *spec.identity, example=i, entry=each) for i, each in enumerate(entries)])
         else:
             model = own if name in PAIR_EVALS else lm
-            run_eval(name, model, settings[name], path, resume=True, identity=spec.identity)
+            run_eval(name, model, settings[name], path, identity=spec.identity)
 
 
 def more_experiments(config: RunConfig) -> dict[str, Any]:
