@@ -43,7 +43,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, context: Tensor | None = None, seen: Tensor | None = None) -> Tensor:
         """``x [B, T, 64]``, ``context [B, S, 64]``, ``seen [B, S]``: True where there is a letter."""
         if self.kind == "diff":
-            return self.inner(x, context, key_padding_mask=seen)[0]
+            return self.inner(x, context, attention_mask=None if seen is None else seen[:, None, None])[0]
         context, hidden = x if context is None else context, None if seen is None else ~seen
         later = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1) if self.causal else None
         return self.inner(x, context, context, key_padding_mask=hidden, attn_mask=later, need_weights=False)[0]

@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from transformers import DynamicCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
 from diff_transformer.data.tokenizer import byte_tokenizer

@@ -17,7 +17,7 @@ def test_cross_attention_with_padding():
     x, context = torch.randn(2, 5, 32).double(), torch.randn(2, 9, 24).double()
     keep = torch.ones(2, 9, dtype=torch.bool)
     keep[0, 6:] = False
-    out, weights = layer(x, context, key_padding_mask=keep)
+    out, weights = layer(x, context, attention_mask=keep[:, None, None])
     assert weights is None
     q, k, v = layer.q_proj(x).split(d, -1), layer.k_proj(context).split(d, -1), layer.v_proj(context).split(2 * d, -1)
     hide = torch.zeros(2, 1, 9).double().masked_fill(~keep[:, None], float("-inf"))
@@ -27,19 +27,7 @@ def test_cross_attention_with_padding():
     torch.testing.assert_close(out, layer.o_proj(torch.cat(normed, -1)), atol=1e-10, rtol=1e-8)
     altered = context.clone()
     altered[0, 6:] = 99.0
-    torch.testing.assert_close(layer(x, altered, key_padding_mask=keep)[0], out)
-
-
-def test_padding_joins_a_bool_and_an_additive_mask():
-    torch.manual_seed(0)
-    layer = DiffAttention(32, 4).double()
-    x = torch.randn(1, 6, 32).double()
-    keep = torch.tensor([[True, True, True, True, False, False]])
-    band = torch.ones(6, 6).tril(1).bool()
-    expected = layer(x, attention_mask=band & keep[:, None])[0]
-    torch.testing.assert_close(layer(x, attention_mask=band, key_padding_mask=keep)[0], expected)
-    additive = torch.zeros(6, 6).double().masked_fill(~band, float("-inf"))
-    torch.testing.assert_close(layer(x, attention_mask=additive, key_padding_mask=keep)[0], expected)
+    torch.testing.assert_close(layer(x, altered, attention_mask=keep[:, None, None])[0], out)
 
 
 @pytest.mark.parametrize("variant", ATTENTIONS[:-1])
@@ -123,9 +111,8 @@ def test_bad_arguments_are_refused(arguments, options, message):
 
 def test_a_window_of_a_call_that_is_not_causal_is_refused():
     layer, x = DiffAttention(32, 4, is_causal=True, window=3), torch.randn(2, 6, 32)
-    for padding in (None, torch.ones(2, 6, dtype=torch.bool)):
-        with pytest.raises(ValueError, match="window=3 without is_causal=True"):
-            layer(x, is_causal=False, key_padding_mask=padding)
+    with pytest.raises(ValueError, match="window=3 without is_causal=True"):
+        layer(x, is_causal=False)
     band = torch.ones(6, 6).tril().triu(-2).bool()
     torch.testing.assert_close(layer(x, attention_mask=band, is_causal=False)[0], layer(x)[0])
 
@@ -139,7 +126,6 @@ X = torch.randn(2, 6, 32)
         ({"rope_theta": 1e4}, {"context": X}, "a context has no positions"),
         ({"rope_theta": 1e4}, {"position_ids": torch.arange(6)}, r"position_ids has the shape \[6\]; give \[B, T\]"),
         ({}, {"position_ids": torch.arange(6)[None]}, "a layer without rotary embedding; build it with rope_theta"),
-        ({}, {"key_padding_mask": torch.ones(2, 5) > 0}, r"accepted: bool of shape \[B, S\] = \(2, 6\)"),
     ],
 )
 def test_bad_calls_are_refused(options, call, message):

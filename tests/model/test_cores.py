@@ -12,7 +12,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention, core_of
 from diff_transformer.model.cost import attention_core_flops, count_parameters
 from diff_transformer.model.heads import CORES, Variant, count_heads
-from diff_transformer.model.inputs import Packing
+from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.testing import assert_within_budget
 
 HIDDEN, HEADS, D = 96, 8, 12
@@ -142,12 +142,13 @@ def test_cached_steps_packed_documents_and_maps_agree_with_one_pass(name):
             steps = torch.cat([layer(part, cache=cache)[0] for part in parts], 1)
         torch.testing.assert_close(steps, whole, atol=1e-5, rtol=1e-4)
     documents = Packing(torch.tensor([0, 11, 23, 46], dtype=torch.int32), 23)
-    packed = layer(x, documents=documents)[0]
+    packed = layer(x, visible=Visible(None, layer.is_causal, layer.core.window, documents))[0]
     torch.testing.assert_close(packed[:1, :11], layer(x[:1, :11])[0], atol=1e-5, rtol=1e-4)
     torch.testing.assert_close(packed[1:], whole[1:], atol=1e-5, rtol=1e-4)
     keep = torch.ones(2, 23, dtype=torch.bool)
     keep[0, :9] = False
-    torch.testing.assert_close(layer(x, key_padding_mask=keep)[0][:1, 9:], layer(x[:1, 9:])[0], atol=1e-5, rtol=1e-4)
+    padded = layer(x, attention_mask=keep[:, None, None])[0][:1, 9:]
+    torch.testing.assert_close(padded, layer(x[:1, 9:])[0], atol=1e-5, rtol=1e-4)
     eager = layer_of(EVERY[name], 2 if EVERY[name].signal_heads == 3 else 4, "reference")
     torch.testing.assert_close(eager(x, output_attentions=True)[0], whole, atol=1e-5, rtol=1e-4)
 

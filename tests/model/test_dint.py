@@ -9,7 +9,7 @@ from transformers import DynamicCache
 
 from diff_transformer import DiffAttention, DiffTransformerForCausalLM
 from diff_transformer.model.heads import CORES
-from diff_transformer.model.inputs import Packing
+from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.presets import preset
 
 
@@ -61,7 +61,7 @@ def test_an_ablation_with_a_lambda_for_each_token(causal):
     expected = layer.o_proj((layer.core.gain * whole @ v).transpose(1, 2).flatten(2))
     torch.testing.assert_close(layer(x)[0], expected)
     documents = Packing(torch.tensor([0, 9, 18], dtype=torch.int32), 9)
-    torch.testing.assert_close(layer(x, documents=documents)[0], expected)
+    torch.testing.assert_close(layer(x, visible=Visible(None, causal, None, documents))[0], expected)
 
 
 def test_two_tokens_by_hand():
@@ -98,7 +98,8 @@ def test_padding_does_not_count(causal):
     layer, x = make_layer(causal), inputs()
     keep = torch.ones(2, 9, dtype=torch.bool)
     keep[0, :3] = keep[1, 5:] = False
-    out, whole = layer(x, key_padding_mask=keep, output_attentions=True)
+    visible = Visible(keep[:, None, None], causal, tokens=keep)
+    out, whole = layer(x, visible=visible, output_attentions=True)
     for row, part in ((0, slice(3, 9)), (1, slice(0, 5))):
         alone, map_alone = layer(x[row : row + 1, part], output_attentions=True)
         torch.testing.assert_close(out[row, part], alone[0])
@@ -122,7 +123,7 @@ def test_additive_masks_hide_as_boolean_ones_do():
 def test_the_mean_begins_anew_in_each_document(causal):
     layer, x = make_layer(causal), inputs(2, 9)
     bounds = torch.tensor([0, 1, 7, 9, 18], dtype=torch.int32)
-    out = layer(x, documents=Packing(bounds, 9))[0].flatten(0, 1)
+    out = layer(x, visible=Visible(None, causal, None, Packing(bounds, 9)))[0].flatten(0, 1)
     rows = x.flatten(0, 1)
     parts = [layer(rows[None, a:b])[0][0] for a, b in pairwise(bounds)]
     torch.testing.assert_close(out, torch.cat(parts), atol=1e-10, rtol=1e-8)

@@ -99,7 +99,7 @@ def test_what_documents_exclude_is_refused(model):
 def test_the_baseline_repeats_where_algorithms_must_be_deterministic(monkeypatch, varlen):
     """The backward of PyTorch's packed attention does not: then each document is a call of its own."""
     calls = varlen()
-    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
+    monkeypatch.setattr(sdpa, "takes_flash", lambda x: True)
     q = torch.randn(1, 2, 20, 8, dtype=torch.bfloat16)
     visible = Visible(None, True, None, Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13))
     outs = []

@@ -28,18 +28,14 @@ def padded():
 
 
 def used_backends(model, monkeypatch, *arguments, **options):
-    """The names with which one forward pass calls the operator and softmax attention."""
-    called = set()
+    """The names with which one forward pass calls the operator."""
+    called, attend = set(), cores.diff_attention
 
-    def spy(name, function):
-        def wrapped(*args, backend, **kwargs):
-            called.add((name, backend))
-            return function(*args, backend=backend, **kwargs)
+    def spy(*args, backend, **kwargs):
+        called.add(backend)
+        return attend(*args, backend=backend, **kwargs)
 
-        return wrapped
-
-    monkeypatch.setattr(cores, "diff_attention", spy("diff", cores.diff_attention))
-    monkeypatch.setattr(cores, "softmax_attention", spy("softmax", cores.softmax_attention))
+    monkeypatch.setattr(cores, "diff_attention", spy)
     model(*arguments, **options)
     monkeypatch.undo()
     return called
@@ -61,26 +57,23 @@ def test_every_implementation_gives_the_same_output(attention, window):
 
 @pytest.mark.parametrize("name", ["eager", "sdpa", "diff_blockwise", None])
 def test_the_name_reaches_the_operator(name, tmp_path, monkeypatch):
-    for attention in ("diff", "softmax"):
-        make(attention).save_pretrained(tmp_path / attention)
-        model = AutoModelForCausalLM.from_pretrained(tmp_path / attention, attn_implementation=name)
-        chosen = IMPLEMENTATIONS[name or DEFAULT]
-        expected = {"diff": chosen.diff or "auto", "softmax": chosen.softmax}[attention]
-        assert used_backends(model, monkeypatch, padded()[0]) == {(attention, expected)}
-        assert model.config._attn_implementation == (name or DEFAULT)
+    make().save_pretrained(tmp_path)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation=name)
+    assert used_backends(model, monkeypatch, padded()[0]) == {IMPLEMENTATIONS[name or DEFAULT] or "auto"}
+    assert model.config._attn_implementation == (name or DEFAULT)
 
 
 def test_config_backend_decides_where_no_name_is_given(tmp_path, monkeypatch):
     model, ids = make(backend="sdpa"), padded()[0]
-    assert used_backends(model, monkeypatch, ids) == {("diff", "sdpa")}
+    assert used_backends(model, monkeypatch, ids) == {"sdpa"}
     model.set_attn_implementation("eager")
-    assert used_backends(model, monkeypatch, ids) == {("diff", "reference")}
+    assert used_backends(model, monkeypatch, ids) == {"reference"}
     model.set_attn_implementation(DEFAULT)
-    assert used_backends(model, monkeypatch, ids) == {("diff", "sdpa")}
+    assert used_backends(model, monkeypatch, ids) == {"sdpa"}
     model.set_attn_implementation("eager")
     model.save_pretrained(tmp_path)  # a choice of this process, not of the checkpoint
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert used_backends(loaded, monkeypatch, ids) == {("diff", "sdpa")}
+    assert used_backends(loaded, monkeypatch, ids) == {"sdpa"}
 
 
 @pytest.mark.parametrize(

@@ -54,15 +54,3 @@ def test_half_precision_does_not_touch_lambda(cast):
     for name, tensor in lam.state_dict().items():
         assert tensor.dtype == torch.float32
         assert torch.equal(tensor, before[name])
-
-
-def test_a_module_made_in_inference_mode_runs_outside_it():
-    x = torch.randn(1, 3, 32)
-    with torch.inference_mode():
-        layer = DiffAttention(32, 4, attention="diff_v2")
-        inside = layer(x)[0]
-        mean = layer.core.lam.mean.item()
-    with torch.no_grad():
-        assert torch.equal(layer(x)[0], inside)
-        layer(10 * x)
-    assert layer.core.lam.mean.item() == mean

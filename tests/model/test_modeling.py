@@ -2,12 +2,13 @@ from itertools import pairwise
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModel, AutoModelForCausalLM, DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention, lambda_init
 from diff_transformer.model import cores
-from diff_transformer.model.convert import from_llama, to_llama
+from diff_transformer.model.convert import convert_model
 from diff_transformer.model.cost import count_parameters, model_cost
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.presets import preset
@@ -157,10 +158,10 @@ def test_softmax_model_is_llama(kv_heads, tied):
     heads = {"num_attention_heads": 4, "num_key_value_heads": kv_heads}
     llama = LlamaForCausalLM(LlamaConfig(**sizes, **heads, tie_word_embeddings=tied)).eval()
     llama.generation_config.eos_token_id, llama.generation_config.top_k = 7, 3
-    ours = from_llama(llama)
+    ours = convert_model(llama)
     torch.testing.assert_close(ours(tokens()).logits, llama(tokens()).logits, atol=1e-5, rtol=1e-5)
     assert ours.generation_config.eos_token_id == 7
-    back = to_llama(ours)
+    back = convert_model(ours, "llama")
     assert back.generation_config.to_dict() == llama.generation_config.to_dict()
     assert back.generation_config is not llama.generation_config
     torch.testing.assert_close(back(tokens()).logits, llama(tokens()).logits, atol=1e-6, rtol=1e-6)
@@ -206,7 +207,7 @@ def test_packed_documents_are_as_if_alone(attention):
 @ALL
 def test_telemetry(attention):
     model = make(attention, embedding_initializer_range=1.0)
-    model(tokens())
+    model.train()(tokens())
     lambdas = model.lambdas()
     assert (lambdas.dtype, lambdas.requires_grad) == (torch.float32, False)
     cores = [layer.self_attn.core for layer in model.model.layers]
@@ -243,7 +244,7 @@ def test_cost_is_what_the_model_does(attention, fields):
     the bytes that a cache then holds."""
     model, ids = make(attention, **{"embedding_initializer_range": 1.0, **fields}), tokens(1, 20)
     model.set_attn_implementation("eager")
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(ids, use_cache=False)
     config, heads, keys = model.config, model.config.heads, 20
     cost = model_cost(config, length=2 * keys - 1, bytes_per_value=4)

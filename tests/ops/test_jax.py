@@ -95,79 +95,47 @@ def in_torch(function, inputs, options):
 exact_result = partial(in_torch, partial(ops.diff_attention, backend="reference"))
 
 
-IN_BLOCKS = [
-    ("first per row", 7),
-    ("window 20, 63 on 90", 7),
-    ("mask per head, shared noise", 30),
-    ("bias per head", 8),
-]
-
-
-@pytest.mark.parametrize(("case", "block_size"), [*((case, None) for case in CASES), *IN_BLOCKS])
-def test_fp32(case, block_size):
+@pytest.mark.parametrize("case", CASES)
+def test_fp32(case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes)
     exact = exact_result(inputs.to(torch.float64), options)
-    values = in_jax(inputs, options | {"block_size": block_size})
+    values = in_jax(inputs, options)
     for name, value, expected in zip(("out", *NAMES), values, exact, strict=True):
         assert value.dtype == torch.float32
         assert_within_budget(value, expected, what=name)
 
 
 @pytest.mark.parametrize(
-    ("case", "block_size", "dtype"),
+    ("case", "dtype"),
     [
-        ("causal", None, torch.bfloat16),
-        ("shared noise, grouped keys", None, torch.bfloat16),
-        ("blind rows, causal", None, torch.bfloat16),
-        ("lam per head", 4, torch.bfloat16),
-        ("causal", None, torch.float16),
+        ("causal", torch.bfloat16),
+        ("shared noise, grouped keys", torch.bfloat16),
+        ("blind rows, causal", torch.bfloat16),
+        ("lam per head", torch.bfloat16),
+        ("causal", torch.float16),
     ],
     ids=str,
 )
-def test_half_precision(case, block_size, dtype):
+def test_half_precision(case, dtype):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=dtype)
     exact = exact_result(inputs.to(torch.float64), options)
     by_eager = in_torch(eager, inputs, options)
-    values = in_jax(inputs, options | {"block_size": block_size})
+    values = in_jax(inputs, options)
     for name, value, expected, rounded in zip(("out", *NAMES), values, exact, by_eager, strict=True):
         assert value.dtype == (torch.float32 if name == "lam" else dtype)
         assert_within_budget(value, expected, rounded, what=name)
 
 
-@pytest.mark.parametrize(
-    ("case", "block_size"), [("shared noise, grouped keys", None), ("blind rows, causal", 7)], ids=str
-)
-def test_fp64_is_exact(case, block_size):
+@pytest.mark.parametrize("case", ["shared noise, grouped keys", "blind rows, causal"])
+def test_fp64_is_exact(case):
     sizes, options = CASES[case]
     inputs = make_inputs(**sizes, dtype=torch.float64)
     with jax.enable_x64(True):
-        values = in_jax(inputs, options | {"block_size": block_size})
+        values = in_jax(inputs, options)
     for name, value, expected in zip(("out", *NAMES), values, exact_result(inputs, options), strict=True):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
-
-
-def test_gradients_of_keys_are_summed_over_blocks_in_fp32():
-    """128 blocks in bf16 stay within twice the error of one product over all queries; sums in bf16 would be at 3."""
-    inputs = make_inputs(B=1, H=1, T=256, D=8, dtype=torch.bfloat16)
-    exact = exact_result(inputs.to(torch.float64), {"is_causal": True})
-    whole, blocks = (in_jax(inputs, {"is_causal": True, "block_size": size}) for size in (None, 2))
-    for name, one, many, expected in list(zip(("out", *NAMES), whole, blocks, exact, strict=True))[3:6]:
-        error_of_one, error_of_many = ((x.double() - expected).norm() for x in (one, many))
-        assert error_of_many < 2 * error_of_one, name
-
-
-def test_blocks_bound_the_memory():
-    """Compiled for 2048 queries, forward and backward need a tenth of what whole maps need."""
-    x = [to_jax(y) for y in make_inputs(B=1, H=1, T=2048, D=8, lam_shape=())]
-
-    def bytes_needed(block_size):
-        loss = lambda *x: diff_attention(*x, is_causal=True, block_size=block_size).sum()  # noqa: E731
-        compiled = jax.jit(jax.grad(loss, argnums=tuple(range(6)))).lower(*x).compile()
-        return compiled.memory_analysis().temp_size_in_bytes
-
-    assert bytes_needed(64) < bytes_needed(None) / 10
 
 
 def test_maps():
@@ -180,9 +148,8 @@ def test_maps():
 
 
 @pytest.mark.parametrize("mask", [blind_rows(2, 31, 31), as_bias(blind_rows(2, 31, 31))], ids=["bool", "additive"])
-@pytest.mark.parametrize("block_size", [None, 16])
-def test_rows_that_see_nothing_are_exactly_zero(mask, block_size):
-    values = in_jax(make_inputs(T=31), {"attn_mask": mask, "block_size": block_size})
+def test_rows_that_see_nothing_are_exactly_zero(mask):
+    values = in_jax(make_inputs(T=31), {"attn_mask": mask})
     assert_zero_where_nothing_is_visible(
         dict(zip(("out", "dq1", "dq2", "dk1", "dk2", "dv", "dlam"), values, strict=True))
     )
@@ -202,9 +169,8 @@ def test_additive_mask_has_a_gradient():
     exact = ops.diff_attention(*inputs.to(torch.float64), attn_mask=exact_bias, backend="reference")
     expected = torch.autograd.grad(exact.sum(), exact_bias)[0]
     x = [to_jax(y) for y in inputs]
-    for block_size in (None, 16):
-        loss = lambda b, size=block_size: diff_attention(*x, attn_mask=b, block_size=size).sum()  # noqa: E731
-        assert_within_budget(to_torch(jax.jit(jax.grad(loss))(to_jax(bias))), expected)
+    loss = lambda b: diff_attention(*x, attn_mask=b).sum()  # noqa: E731
+    assert_within_budget(to_torch(jax.jit(jax.grad(loss))(to_jax(bias))), expected)
 
 
 def test_lam_is_not_rounded_to_bf16():
@@ -221,19 +187,18 @@ def test_jit_with_static_names_and_vmap():
     plain = diff_attention(*x, is_causal=True, window=9)
     jitted = jax.jit(diff_attention, static_argnames=("is_causal", "window"))(*x, is_causal=True, window=9)
     np.testing.assert_allclose(jitted, plain, atol=1e-6)
-    one = lambda *x: diff_attention(*(y[None] for y in x), is_causal=True, window=9, block_size=8)[0]  # noqa: E731
+    one = lambda *x: diff_attention(*(y[None] for y in x), is_causal=True, window=9)[0]  # noqa: E731
     np.testing.assert_allclose(jax.vmap(one)(*x), plain, atol=1e-5)
 
 
-@pytest.mark.parametrize("block_size", [None, 4])
 @pytest.mark.parametrize("empty", [{"B": 0}, {"T": 0}, {"S": 0}], ids=str)
-def test_nothing_to_attend_from_or_to_gives_zeros(empty, block_size):
+def test_nothing_to_attend_from_or_to_gives_zeros(empty):
     sizes = {"B": 2, "T": 6, "S": 8} | empty
     B, T, S = sizes["B"], sizes["T"], sizes["S"]
     x = [jnp.ones((B, heads, n, width)) for heads, n, width in ((4, T, 3), (2, T, 3), (1, S, 3), (1, S, 3), (1, S, 5))]
     lam, mask = jnp.ones((B, 4, T, 1)), jnp.ones((T, S), bool)
-    loss = lambda *x: diff_attention(*x, attn_mask=mask, is_causal=True, block_size=block_size).sum()  # noqa: E731
-    out = diff_attention(*x, lam, attn_mask=mask, is_causal=True, block_size=block_size)
+    loss = lambda *x: diff_attention(*x, attn_mask=mask, is_causal=True).sum()  # noqa: E731
+    out = diff_attention(*x, lam, attn_mask=mask, is_causal=True)
     assert out.shape == (B, 4, T, 5)
     assert not out.any()
     for y, gradient in zip((*x, lam), jax.grad(loss, argnums=tuple(range(6)))(*x, lam), strict=True):
@@ -253,7 +218,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, UserError, "attn_mask has dtype int32"),
     "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),
     "window 0": ({"window": 0, "is_causal": True}, ValueError, "window is 0; give at least 1"),
-    "block_size": ({"block_size": 0}, UserError, "block_size is 0; give at least 1 or None"),
 }
 
 

@@ -158,13 +158,11 @@ def test_where_nothing_is_measured_pytorch_computes_unless_it_lacks_a_kernel(mon
     torch.use_deterministic_algorithms(False)
     ends = {"cu_seqlens_q": torch.tensor([0, 9]), "cu_seqlens_k": torch.tensor([0, 9])}
     for train in (False, True):
-        assert chosen(train=train) == chosen(train=train, **ends) == ("sdpa", "")
+        assert chosen(train=train) == ("sdpa", "")
         assert chosen(train=train, T=40) == ("triton", ""), "SDPA aligns to the upper left corner"
         assert chosen(train=train, window=5) == ("triton", "")
         assert chosen(train=train, attn_mask=torch.ones(1, 1, 1, 1)) == ("triton", "")
-        assert chosen(train=train, dtype=torch.float32, **ends) == ("triton", ""), (
-            "one call for each document otherwise"
-        )
+        assert chosen(train=train, **ends) == ("triton", ""), "one call for each document otherwise"
     assert chosen(T=1) == ("triton", ""), "the decoding kernel"
     assert chosen(T=1, train=True) == ("sdpa", "")
     torch.use_deterministic_algorithms(True)

@@ -7,8 +7,6 @@ import torch
 
 from diff_transformer import diff_attention, diff_attention_varlen
 from diff_transformer.errors import UserError
-from diff_transformer.ops import sdpa
-from diff_transformer.ops.call import check
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
 ENDS_Q, ENDS_K = [0, 20, 20, 53, 60], [0, 15, 30, 70, 70]  # one document without queries, one without keys
@@ -131,30 +129,3 @@ def test_refused(case):
 def test_ends_that_do_not_split_the_rows_are_refused_by_pytorch(wrong):
     with pytest.raises(RuntimeError, match="split"):
         attend(X, cu_q=ends(wrong))
-
-
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("grouped", [True, False], ids=["grouped heads", "repeated heads"])
-def test_all_documents_in_a_call_of_pytorch_for_each_map_and_half_of_the_values(varlen, options, grouped):
-    calls, x = varlen(grouped), packed()
-    call = check(*(y.transpose(0, 1)[None] for y in x), **options)
-    call = call._replace(cu_seqlens_q=ends(ENDS_Q), cu_seqlens_k=ends(ENDS_K), max_seqlen_q=33, max_seqlen_k=40)
-    compare(x, sdpa.attend(call)[0].transpose(0, 1), *document_by_document(x, **options))
-    assert len(calls) == 4
-
-
-def test_a_named_backend_that_can_takes_all_documents_at_once(monkeypatch, varlen):
-    calls = varlen()
-    monkeypatch.setattr(sdpa, "kernels_of", lambda *device: ("flash", "efficient"))
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
-    x = packed(torch.bfloat16)
-    out = attend(x, "sdpa", is_causal=True)
-    assert len(calls) == 4
-    exact = document_by_document(x, is_causal=True)[1]
-    assert_within_budget(out, exact, attend(x, "reference", is_causal=True))
-    shared = x._replace(k2=x.k1)
-    attend(shared, "sdpa", is_causal=True)
-    assert len(calls) == 6, "one call for both maps"
-    monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    assert attend(x, "sdpa", is_causal=True).shape == out.shape
-    assert len(calls) == 6, "its backward does not repeat"

@@ -17,7 +17,7 @@ from diff_transformer import differentiate
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.spec import side_model
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert import softmax_to_diff
+from diff_transformer.model.convert import convert_model
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.train.config import override
@@ -184,7 +184,7 @@ def test_fields_of_the_run_replace_those_of_the_model(config, trained):
 
 def test_a_converted_model_keeps_what_the_run_does_not_say(config, trained, tmp_path):
     """A configuration without a model, like that of the recipe ``uptrain``."""
-    converted = softmax_to_diff(trained.model)
+    converted = convert_model(trained.model, "diff")
     converted.save_pretrained(tmp_path / "diff")
     run = initial(config, tmp_path / "diff")
     run.model = {}

@@ -18,7 +18,7 @@ from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
 from diff_transformer.model.implementations import attention_backend
-from diff_transformer.model.inputs import Packing, Visible, with_key_padding
+from diff_transformer.model.inputs import Visible
 from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, clip_rms, rotary_tables
 from diff_transformer.ops.reference import DiffMaps
 
@@ -71,12 +71,10 @@ class Attention(nn.Module):
         context: Tensor | None = None,
         *,
         attention_mask: Tensor | None = None,
-        key_padding_mask: Tensor | None = None,
         position_ids: Tensor | None = None,
         position_embeddings: tuple[Tensor, Tensor] | None = None,
         cache=None,
         is_causal: bool | None = None,
-        documents: Packing | None = None,
         visible: Visible | None = None,
         output_attentions: bool = False,
         output_attention_parts: bool = False,
@@ -87,18 +85,15 @@ class Attention(nn.Module):
         Args:
             attention_mask: bool (True = attend) or additive, broadcastable to ``[B, heads, T, S]``, where heads are
                 those of the output (``heads.outputs``: half of ``num_heads`` for ``"diff"``): both maps of a head share
-                its mask. So a learned bias, such as a table of relative positions, has that many heads; give it as it
-                is, and ``backend="auto"`` computes its gradient.
-            key_padding_mask: bool ``[B, S]``, True where a key may be attended to. In self-attention the means of
-                ``"dint"`` leave out the queries where it is False.
+                its mask. For keys ``[B, S]`` give ``keys[:, None, None]``. A learned bias, such as a table of relative
+                positions, has that many heads; give it as it is, and ``backend="auto"`` computes its gradient.
             position_ids: integer positions ``[B, T]`` for the rotary embedding; None counts from 0, or from the
                 cache's length.
             position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
             cache: a transformers ``Cache`` that receives the new keys and values. With a static cache, masks have one
                 column for each of its slots.
             is_causal: overrides the module's own setting.
-            documents: packed documents, none of which attends to another; excludes masks, cache and maps.
-            visible: all of the above about masks in one record, as a model builds it for its layers.
+            visible: all of the above about masks, or packed documents, in one record, as a model builds it.
             output_attentions: also return the attention map (for differential attention the difference).
             output_attention_parts: return ``DiffMaps`` (both maps and their difference) instead.
             past_key_values: the older name of ``cache``.
@@ -116,8 +111,7 @@ class Attention(nn.Module):
         with_maps = output_attentions or output_attention_parts
         if visible is None:
             causal = self.is_causal if is_causal is None else is_causal
-            visible = Visible(attention_mask, causal, None, documents)
-            visible = self._complete(visible, q.shape[2], k, key_padding_mask, cache, context)
+            visible = self._visible(attention_mask, causal, q.shape[2], k, cache)
         if visible.documents is not None and with_maps:
             raise UserError("packed documents came with attention maps as output, which are not computed for them")
         if cache is not None:
@@ -192,23 +186,14 @@ class Attention(nn.Module):
             raise UserError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
-    def _complete(
-        self, visible: Visible, queries: int, k: Tensor, key_padding_mask: Tensor | None, cache, context
-    ) -> Visible:
-        """``visible`` with padding, window and the unused slots of a static cache; call before updating the cache."""
-        mask, causal, _, documents, tokens = visible
-        window, keys = self.core.window, k.shape[2]
+    def _visible(self, mask: Tensor | None, causal: bool, queries: int, k: Tensor, cache) -> Visible:
+        """The record of a call, with the window and the unused slots of a static cache; before the cache is updated."""
+        window = self.core.window
         if window is not None and not causal and mask is None:
             raise UserError(f"window={window} without is_causal=True; give the band as attention_mask instead")
-        if documents is not None and (mask is not None or key_padding_mask is not None or cache is not None):
-            raise UserError("packed documents came with a mask or a cache; they say themselves what may be attended to")
-        if key_padding_mask is not None and context is None:
-            tokens = key_padding_mask[:, -queries:]
         if cache is not None:
-            keys, _ = cache.get_mask_sizes(queries, self.layer_idx)
             mask, causal = mask_unused_slots(cache, self.layer_idx, queries, mask, causal, window, k.device)
-        mask = with_key_padding(mask, key_padding_mask, k.shape[0], keys)
-        return Visible(mask, causal, window if causal else None, documents, tokens)
+        return Visible(mask, causal, window if causal else None)
 
 
 class DiffAttention(Attention):

@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
+from diff_transformer.ops.masking import one_mask
+
 # transformers' name for a model's cache, as an argument and in outputs: "cache" from version 5.24 on. The models here
 # take both.
 CACHE = "cache" if "cache" in BaseModelOutputWithPast.__dataclass_fields__ else "past_key_values"
@@ -37,12 +39,7 @@ def mask_unused_slots(
         used = key <= own if window is None else (key <= own) & (key > own - window)
     else:
         used = key < start + queries
-    return used if mask is None else restrict(mask, used), False
-
-
-def restrict(mask: Tensor, allowed: Tensor) -> Tensor:
-    """Combine ``mask``, bool or additive, with the boolean mask ``allowed``."""
-    return mask & allowed if mask.dtype == torch.bool else mask.masked_fill(~allowed, float("-inf"))
+    return one_mask(used, mask), False
 
 
 def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, Tensor]:

@@ -32,7 +32,7 @@ class AttentionCore(nn.Module):
     gates: the module of a gate beside a lambda that is no sigmoid; None without one.
     head_norm: RMSNorm of each head, or None.
     window: in causal attention each query sees its last ``window`` keys, its own included; None for all keys.
-    backend: of ``diff_attention``; for one map of ``softmax_attention``.
+    backend: of ``diff_attention``.
     """
 
     lam: Any
@@ -49,8 +49,6 @@ class AttentionCore(nn.Module):
         norm_eps: float = 1e-5,
     ):
         super().__init__()
-        if variant.maps == 1:
-            backend = "eager" if backend in ("reference", "eager") else "sdpa"
         self.variant, self.backend, self.window = variant, backend, window
         start = variant.lambda_init
         start = lambda_init(layer_index, variant.lambda_depth_offset) if start == "depth" else float(start)
@@ -145,7 +143,7 @@ class AttentionCore(nn.Module):
         """``(first A1 - lambda A2) V`` or ``first A1 V``, before the norm: ``[B, h, T, dv]``."""
         mask, causal, window = visible[:3]
         if self.variant.maps == 1:
-            return _gated(softmax_attention(q, k, v, mask, causal, window=window, backend=self.backend), first)
+            return _gated(softmax_attention(q, k, v, mask, causal, window=window), first)
         options: dict[str, Any] = {"first": first, "attn_mask": mask, "is_causal": causal, "window": window}
         return diff_attention(*self.split(q, k), v, lam, **options, backend=self.backend)
 
@@ -164,7 +162,7 @@ class AttentionCore(nn.Module):
         ``of_keys``: where the same documents are among the keys, if not where they are among the queries.
         """
         assert visible.documents is not None
-        causal, window, backend = visible.is_causal, visible.window, self.backend
+        causal, window = visible.is_causal, visible.window
         (bounds, longest), (bounds_k, longest_k) = visible.documents, of_keys or visible.documents
         limits = bounds, bounds_k, longest, longest_k
         lam, first = (_rows(x) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (lam, first))
@@ -172,10 +170,10 @@ class AttentionCore(nn.Module):
             q1, q2, k1, k2 = self.split(q, k)
             rows = [_rows(x) for x in (q1, q2, k1)]
             rows += [rows[2] if k2 is k1 else _rows(k2), _rows(v)]
-            options: dict[str, Any] = {"first": first, "is_causal": causal, "window": window, "backend": backend}
-            return diff_attention_varlen(*rows, lam, *limits, **options)
+            options: dict[str, Any] = {"first": first, "is_causal": causal, "window": window, "backend": self.backend}
+            return diff_attention_varlen(*rows, cast(Any, lam), *limits, **options)
         rows = [_rows(x) for x in (q, k, v)]
-        if self.variant.maps == 1 and backend == "sdpa" and packs(q):
+        if self.variant.maps == 1 and packs(q):
             return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), first)
         alone, sizes, sizes_k = visible._replace(documents=None), bounds.diff().tolist(), bounds_k.diff().tolist()
         documents = zip(rows[0].split(sizes), rows[1].split(sizes_k), rows[2].split(sizes_k), strict=True)
@@ -183,7 +181,7 @@ class AttentionCore(nn.Module):
         if isinstance(lam, Tensor) and lam.dim() == 3:
             lams = [_as_batch(part) for part in lam.split(sizes)]
         outs = [
-            self.attend(*map(_as_batch, document), of_document, alone)[0].transpose(0, 1)
+            self.attend(*map(_as_batch, document), lam=of_document, visible=alone)[0].transpose(0, 1)
             for document, of_document in zip(documents, lams, strict=True)
         ]
         return _gated(torch.cat(outs), first)
@@ -217,10 +215,10 @@ def decode_in_one_call(
 
     They have to if a hook, a wrapper or an experiment changed one of them.
     """
-    if core.backend not in ("auto", "blockwise") or not can_decode(q, k, v):
-        return None
     variant, changed = core.variant, "attend" in vars(core)
-    if variant.maps == 1 or variant.means or changed or visible.mask is not None or visible.documents is not None:
+    if variant.maps == 1 or core.backend not in ("auto", "blockwise") or not can_decode(q, k, v):
+        return None
+    if variant.means or changed or visible.mask is not None or visible.documents is not None:
         return None
     parts = core._modules  # the look-up of an nn.Module takes a microsecond
     norm: Any = parts.get("head_norm")

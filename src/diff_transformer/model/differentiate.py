@@ -32,6 +32,7 @@ from transformers.pytorch_utils import Conv1D
 
 from diff_transformer.checks import listed, require_known
 from diff_transformer.errors import UserError
+from diff_transformer.model.caches import is_static
 from diff_transformer.model.card import source_facts, write_card
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, OWN_NAMES
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
@@ -343,7 +344,7 @@ class SplitAttention(nn.Module):
         **kwargs: Any,
     ) -> tuple[Tensor, None]:
         """``[B, T, width]`` to the same shape; a cache may come under any name."""
-        caches = [kwargs.pop(name) for name in list(kwargs) if isinstance(kwargs[name], Cache | _HalvedValues)]
+        caches = [kwargs.pop(name) for name in list(kwargs) if isinstance(kwargs[name], Cache)]
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (
             projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in projections
@@ -371,29 +372,14 @@ def _give_lambda(module: Any, args: tuple, kwargs: dict[str, Any]) -> tuple[tupl
     hidden_states = args[0] if args else kwargs["hidden_states"]
     kind, lam = getattr(module.config, ENTRY)["kind"], getattr(module, LAMBDA)(hidden_states)
     more = dict(zip((GATE, LAMBDA), lam.split(1, 3), strict=True)) if kind == "diff_v3" else {LAMBDA: lam}
-    if kind == "diff":
-        more |= {name: _HalvedValues(x) for name, x in kwargs.items() if getattr(x, "is_compileable", False)}
+    if kind == "diff" and any(map(is_static, kwargs.values())):
+        raise UserError("a static cache has as many value heads as key heads; 'diff' needs a dynamic one, or 'diff_v2'")
     return args, {**kwargs, **more}
 
 
 def _subtracts(name: str | None) -> bool:
     """True if ``attn_implementation=name`` subtracts maps; an engine may have registered one of its own."""
     return str(name).startswith("diff_")
-
-
-class _HalvedValues:
-    """A static cache, which has as many value heads as key heads: it keeps m values of width d as 2m of width d / 2."""
-
-    def __init__(self, cache: Cache):
-        self._cache = cache
-
-    def update(self, keys: Tensor, values: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        halves = values.unflatten(-1, (2, -1)).transpose(2, 3).flatten(1, 2)  # [B, 2m, T, d / 2]
-        keys, halves = self._cache.update(keys, halves, *args, **kwargs)
-        return keys, halves.unflatten(1, (-1, 2)).transpose(2, 3).flatten(3)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._cache, name)
 
 
 def attend(
@@ -438,4 +424,4 @@ def maps_of(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, 
 
 
 for _name in OWN_NAMES:
-    AttentionInterface.register(_name, partial(attend, backend=IMPLEMENTATIONS[_name].diff))
+    AttentionInterface.register(_name, partial(attend, backend=IMPLEMENTATIONS[_name]))

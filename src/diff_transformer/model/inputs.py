@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from transformers.masking_utils import create_causal_mask, create_sliding_window_causal_mask
 
-from diff_transformer.errors import UserError
-from diff_transformer.model.caches import is_static, restrict
+from diff_transformer.model.caches import is_static
 from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import attention_backend
 from diff_transformer.ops.arguments import exporting, traced
@@ -102,23 +101,6 @@ def _keeps_all(attention_mask: Tensor | None) -> bool:
     if attention_mask is None:
         return True
     return attention_mask.dim() == 2 and not traced() and bool(attention_mask.all())
-
-
-def with_key_padding(mask: Tensor | None, key_padding_mask: Tensor | None, rows: int, keys: int) -> Tensor | None:
-    """``mask`` restricted to the keys for which ``key_padding_mask [rows, keys]`` is True.
-
-    Raises:
-        UserError: if ``key_padding_mask`` is not boolean or has another shape.
-    """
-    if key_padding_mask is None:
-        return mask
-    if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (rows, keys):
-        raise UserError(
-            f"key_padding_mask is {key_padding_mask.dtype} of shape {tuple(key_padding_mask.shape)}; accepted: bool "
-            f"of shape [B, S] = {(rows, keys)}, True where a key may be attended to"
-        )
-    allowed = key_padding_mask[:, None, None, :]
-    return allowed if mask is None else restrict(mask, allowed)
 
 
 def as_boolean(attn_mask: Tensor) -> Tensor:

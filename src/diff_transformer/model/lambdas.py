@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.layers import keeping_precision
-from diff_transformer.ops.arguments import active_transform
 
 
 def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
@@ -79,8 +78,8 @@ class TokenLambda(nn.Module):
     projection is computed in the dtype of the hidden states, the sigmoid in fp32. ``offset`` is added to lambda's
     logits.
 
-    ``mean`` (not saved) is the mean lambda of the last call with more than one token in a row, for telemetry; None
-    without ``telemetry``. A module created in inference mode updates it only in inference mode.
+    ``mean`` (not saved) is the mean lambda of the last call in training mode, for telemetry; None without
+    ``telemetry``.
     """
 
     initial = 0.0
@@ -102,16 +101,9 @@ class TokenLambda(nn.Module):
         if self.offset:
             logits = torch.cat((logits[..., :-1], logits[..., -1:] + self.offset), -1)
         weights = logits.sigmoid()
-        if self.mean is not None and weights.shape[1] > 1 and self._may_write():
+        if self.training and self.mean is not None:
             self.mean.copy_(weights[..., -1].detach().mean())
         return weights.transpose(1, 2)
-
-    def _may_write(self) -> bool:
-        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():  # a compiler cannot trace the rest
-            return True
-        if active_transform():  # under vmap there is no single mean
-            return False
-        return not self.mean.is_inference()
 
 
 LambdaModule = LearnedLambda | FixedLambda | TokenLambda

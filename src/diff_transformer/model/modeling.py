@@ -22,6 +22,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 from transformers.utils import can_return_tuple
 from transformers.utils.output_capturing import capture_outputs
 
+from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.caches import CACHE
@@ -29,7 +30,7 @@ from diff_transformer.model.card import write_card
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.heads import CORES
-from diff_transformer.model.implementations import attention_backend, check_implementation
+from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, attention_backend
 from diff_transformer.model.inputs import Packing, Visible, documents_at, restarts, visible_of
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
 from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU, keeping_precision
@@ -80,7 +81,9 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
             self._no_split_modules = ["DecoderLayer", "LearnedLambda"]  # units of FSDP: one dtype each
 
     def _check_and_adjust_attn_implementation(self, attn_implementation, is_init_check=False, allow_all_kernels=False):
-        return check_implementation(attn_implementation)
+        chosen = DEFAULT if attn_implementation is None else attn_implementation
+        require_known("attn_implementation", chosen, IMPLEMENTATIONS)
+        return chosen
 
     def set_attn_implementation(self, attn_implementation: str | dict, allow_all_kernels: bool = False):
         """Choose how attention is computed from now on: one of ``IMPLEMENTATIONS``, for both models of a pair."""
@@ -94,10 +97,6 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         super().save_pretrained(save_directory, is_main_process, *args, **kwargs)
         if is_main_process and Path(save_directory).is_dir():
             write_card(self, Path(save_directory))
-
-    @classmethod
-    def register_for_auto_class(cls, auto_class: str = "AutoModel"):
-        """Do nothing: a folder brings no code but an import."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
@@ -149,8 +148,8 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
     def lambdas(self) -> Tensor:
         """The current lambda of each layer, fp32 ``[L]``, without gradient; empty for softmax attention.
 
-        For variants whose lambda depends on the token: the mean over tokens and heads in the last forward pass over
-        more than one token. ``model.layers[i].self_attn.lambdas`` has those of one layer.
+        For variants whose lambda depends on the token: the mean over tokens and heads in the last forward pass in
+        training mode. ``model.layers[i].self_attn.lambdas(x)`` has those of one layer.
         """
         modules = [module for module in self.modules() if isinstance(module, LAMBDAS)]
         return torch.tensor([present_lambda(module) for module in modules if getattr(module, "mean", 0) is not None])

@@ -74,6 +74,12 @@ class Call(NamedTuple):
 
 
 OPERANDS = Call._fields.index("max_seqlen_q")
+# Their types in the schema of a custom operator.
+SCHEMA = (
+    "Tensor q1, Tensor q2, Tensor k1, Tensor? k2, Tensor v, Tensor lam, Tensor? first, Tensor? attn_mask, "
+    "Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, bool is_causal, int? window, float scale"
+)
+TENSORS = 10  # of these
 _AT = {name: i for i, name in enumerate(Call._fields)}
 
 

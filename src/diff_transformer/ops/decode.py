@@ -59,7 +59,7 @@ def diff_attention_decode(
         from diff_transformer.ops.triton import decode
 
         if decode.unsupported_reason(call) is None:
-            return decode.attend_decode(*call[:OPERANDS], lengths=lengths)
+            return decode.attend_decode(*call[:OPERANDS], lengths)
     unused = (torch.arange(call.k1.shape[2], device=lengths.device) >= lengths[:, None])[:, None, :, None]
     used = with_keys(call, lambda x: x.masked_fill(unused, 0))  # 0 times NaN would be NaN
     return compute(replace(used, attn_mask=_mask(lengths, call), is_causal=False, window=None))

@@ -44,7 +44,6 @@ def diff_attention(
     is_causal: bool = False,
     window: int | None = None,
     scale: float | None = None,
-    block_size: int | None = None,
     precision: str = "highest",
 ) -> Array:
     """Differential attention: softmax(q1 k1^T scale) v - lam softmax(q2 k2^T scale) v (arXiv 2410.05258, eq. 1).
@@ -56,8 +55,6 @@ def diff_attention(
         q1, q2, k1, k2, v, first, is_causal, window, scale: as there.
         lam: a number, or an array that is scalar, [H] or broadcastable to [B, H, T, 1]; computed with in fp32 (fp64).
         attn_mask: bool (True = attend) or floating, broadcastable to [B, H, T, S]. A floating one has a gradient.
-        block_size: None computes whole T x S maps. A number computes that many queries at a time, so that memory grows
-            with block_size x S instead of T x S; the backward recomputes the maps. For long sequences.
         precision: of products of fp32 arrays, a name of ``jax.default_matmul_precision``; "default" lets a GPU or TPU
             round their inputs to fewer digits, which is faster. No effect on half-precision arrays.
 
@@ -69,10 +66,8 @@ def diff_attention(
     Raises:
         UserError: arguments of a wrong type, or that do not fit together.
     """
-    arrays, weights, mask, window, scale = _check(
-        (q1, q2, k1, k2, v), lam, first, attn_mask, is_causal, window, scale, block_size
-    )
-    return _attend(*arrays, *weights, mask, bool(is_causal), window, scale, block_size, precision)
+    arrays, weights, mask, window, scale = _check((q1, q2, k1, k2, v), lam, first, attn_mask, is_causal, window, scale)
+    return _attend(*arrays, *weights, mask, bool(is_causal), window, scale, precision)
 
 
 def diff_attention_maps(
@@ -98,7 +93,7 @@ def diff_attention_maps(
     return DiffMaps(*_maps(*arrays, *weights, mask, bool(is_causal), window, scale, precision))
 
 
-def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=None):
+def _check(tensors, lam, first, attn_mask, is_causal, window, scale):
     """(arrays, lam and first, mask, window, scale) of the arguments; raises what ``diff_attention`` documents.
 
     The weights are 4-dimensional and broadcast to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); first may be None. The
@@ -110,8 +105,6 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale, block_size=
     q1 = arrays["q1"]
     lengths = q1.shape[2], arrays["k1"].shape[2]
     window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
-    if block_size is not None and block_size < 1:
-        raise UserError(f"block_size is {block_size}; give at least 1 or None")
     weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)
     return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
 
@@ -149,39 +142,14 @@ def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
     return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]
 
 
-@partial(jax.jit, static_argnames=("is_causal", "window", "scale", "block_size", "precision"))
-def _attend(q1, q2, k1, k2, v, lam, weight, attn_mask, is_causal, window, scale, block_size, precision) -> Array:
+@partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))
+def _attend(q1, q2, k1, k2, v, lam, weight, attn_mask, is_causal, window, scale, precision) -> Array:
     """(weight A1 - lam A2) v, [B, H, T, Dv] in the dtype of v."""
-    (B, H, T, _), S = q1.shape, k1.shape[2]
-    of_queries = _by_shared_head(q1, q2, k1, lam, weight, attn_mask)
-    dtype, wide = v.dtype, jnp.promote_types(v.dtype, jnp.float32)
-
-    def rows(q1, q2, lam, weight, attn_mask, start, keys) -> Array:  # [B, G, n, r, rows of the block, Dv]
-        k1, k2, v = (x.astype(dtype) for x in keys)
-        seen = _seen(start, q1.shape[4], T, S, is_causal, window)
-        first = _map(q1, k1, seen, attn_mask, scale, precision)
-        second = _map(q2, k2, seen, attn_mask, scale, precision)
-        difference = _difference(first, second, lam, weight).astype(dtype)
-        product = partial(jnp.einsum, precision=precision, preferred_element_type=wide)
-        return product("bgnrts,bgsv->bgnrtv", difference, v).astype(dtype)
-
-    if block_size is None or block_size >= T:
-        return rows(*of_queries, 0, (k1, k2, v)).reshape(B, H, T, v.shape[3])
-
-    count = -(-T // block_size)
-    starts = jnp.arange(count) * block_size
-    by_query = [None if x is None else _blocks(x, T, count, block_size) for x in of_queries]
-    sliced = [x is not None and x.ndim == 7 for x in by_query]
-    keys = tuple(x.astype(wide) for x in (k1, k2, v))  # so that the gradients of all blocks are summed in fp32
-
-    @jax.checkpoint
-    def one(block) -> Array:
-        start, parts = block[0], iter(block[1:])
-        return rows(*(next(parts) if cut else x for cut, x in zip(sliced, by_query, strict=True)), start, keys)
-
-    out = jax.lax.map(one, (starts, *(x for cut, x in zip(sliced, by_query, strict=True) if cut)))
-    out = jnp.moveaxis(out, 0, 4)  # [B, G, n, r, blocks, rows, Dv]
-    return out.reshape(B, H, count * block_size, v.shape[3])[:, :, :T]
+    (B, H, T, _), (G, S, Dv) = q1.shape, v.shape[1:]
+    difference = _maps(q1, q2, k1, k2, lam, weight, attn_mask, is_causal, window, scale, precision)[2].astype(v.dtype)
+    wide = jnp.promote_types(v.dtype, jnp.float32)
+    product = partial(jnp.einsum, precision=precision, preferred_element_type=wide)
+    return product("bgrts,bgsv->bgrtv", difference.reshape(B, G, H // G, T, S), v).astype(v.dtype).reshape(B, H, T, Dv)
 
 
 @partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))
@@ -189,15 +157,11 @@ def _maps(q1, q2, k1, k2, lam, weight, attn_mask, is_causal, window, scale, prec
     """Both maps and their difference, each [B, H, T, S] in fp32 (fp64 for fp64 inputs)."""
     (B, H, T, _), S = q1.shape, k1.shape[2]
     q1, q2, lam, weight, attn_mask = _by_shared_head(q1, q2, k1, lam, weight, attn_mask)
-    seen = _seen(0, T, T, S, is_causal, window)
+    seen = _seen(T, S, is_causal, window)
     first = _map(q1, k1, seen, attn_mask, scale, precision)
     second = jnp.broadcast_to(_map(q2, k2, seen, attn_mask, scale, precision), first.shape)
-    shape = (B, H, T, S)
-    return tuple(x.reshape(shape) for x in (first, second, _difference(first, second, lam, weight)))
-
-
-def _difference(first: Array, second: Array, lam: Array, weight: Array | None) -> Array:
-    return (first if weight is None else weight * first) - lam * second
+    difference = (first if weight is None else weight * first) - lam * second
+    return tuple(x.reshape(B, H, T, S) for x in (first, second, difference))
 
 
 def _by_shared_head(q1, q2, k1, lam, weight, attn_mask):
@@ -213,19 +177,11 @@ def _by_shared_head(q1, q2, k1, lam, weight, attn_mask):
     return split(q1, every), split(q2, (G, Hn // G, 1)), *(split(x, every) for x in (lam, weight, attn_mask))
 
 
-def _blocks(x: Array, T: int, count: int, size: int) -> Array:
-    """[..., T, width] as [count, ..., size, width], zero-padded; an array with one row for all queries is unchanged."""
-    if x.shape[4] != T:
-        return x
-    padded = jnp.pad(x, [(0, 0)] * 4 + [(0, count * size - T), (0, 0)])
-    return jnp.moveaxis(padded.reshape(*x.shape[:4], count, size, x.shape[5]), 4, 0)
-
-
-def _seen(start, rows: int, T: int, S: int, is_causal: bool, window: int | None) -> Array | None:
-    """True where queries ``start`` to ``start + rows - 1`` may see a key by its position, [rows, S]; None: all."""
+def _seen(T: int, S: int, is_causal: bool, window: int | None) -> Array | None:
+    """True where a query may see a key by its position, [T, S]; None: all."""
     if not is_causal:
         return None
-    own = (start + jnp.arange(rows) + S - T)[:, None]  # a query's own key position: the last query at the last key
+    own = (jnp.arange(T) + S - T)[:, None]  # a query's own key position: the last query at the last key
     key = jnp.arange(S)
     seen = key <= own
     return seen if window is None else seen & (key > own - window)

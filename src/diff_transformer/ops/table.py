@@ -19,7 +19,7 @@ def prefers_triton(call: Call) -> bool:
     They do where they were measured, where SDPA would need a mask of all pairs or a call for each document, for a few
     queries over many keys, and for gradients that must repeat bit for bit.
     """
-    if sdpa.unsupported_reason(call) is not None or (call.documents is None and sdpa.needs_mask(call)):
+    if call.documents is not None or sdpa.needs_mask(call):
         return True
     return sdpa.must_repeat(call) or triton.decodes(call) or is_measured(call)
 

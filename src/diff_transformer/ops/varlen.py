@@ -34,9 +34,8 @@ def diff_attention_varlen(
 ) -> Tensor:
     """``diff_attention`` within each of several packed documents.
 
-    On a GPU "triton" computes all documents at once, and so does, in bf16 and fp16, "sdpa" (PyTorch's
-    ``varlen_attn``). The other backends are called once for each document and read cu_seqlens on the host: there
-    torch.compile breaks the graph, and raises with fullgraph=True.
+    "triton" computes all documents at once. The other backends are called once for each document and read cu_seqlens
+    on the host: there torch.compile breaks the graph, and raises with fullgraph=True.
 
     Args:
         q1: queries of the signal map, [total_q, H, D].
@@ -49,7 +48,7 @@ def diff_attention_varlen(
         max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows.
         first: weight of the first map, as lam; 1 if None.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
-            corner. On a GPU "auto" is one that computes all documents at once, on the CPU "blockwise".
+            corner. On a GPU "auto" is "triton" where it can, on the CPU "blockwise".
 
     Returns:
         [total_q, H, Dv] in the dtype of v. Rows of a document without keys are 0.

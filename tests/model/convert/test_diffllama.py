@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 from transformers import DiffLlamaConfig, DiffLlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.convert import convert_folder, from_diffllama, to_diffllama
+from diff_transformer.model.convert import convert_folder, convert_model
 from diff_transformer.testing import assert_within_budget
 
 SIZES = {
@@ -37,7 +37,7 @@ def diffllama(randomise):
 @pytest.mark.parametrize("tied", [False, True])
 def test_ours_has_the_logits_of_diffllama(diffllama, ids, kv_heads, tied):
     theirs = diffllama(num_key_value_heads=kv_heads, tie_word_embeddings=tied)
-    ours = from_diffllama(theirs)
+    ours = convert_model(theirs)
     assert ours.config.head_norm == "no_weight"
     assert_within_budget(ours(ids).logits, exact(theirs, ids), what="logits")
 
@@ -46,23 +46,23 @@ def test_ours_has_the_logits_of_diffllama(diffllama, ids, kv_heads, tied):
 @pytest.mark.parametrize("head_norm", [True, "no_weight"])
 def test_diffllama_has_the_logits_of_ours(make, ids, kv_heads, head_norm):
     ours = make(num_key_value_heads=kv_heads, head_norm=head_norm)
-    theirs = to_diffllama(ours)
+    theirs = convert_model(ours, "diffllama")
     assert_within_budget(ours(ids).logits, exact(theirs, ids), what="logits")
 
 
 def test_head_dim_need_not_divide_the_width(diffllama, ids):
     theirs = diffllama(head_dim=6, num_key_value_heads=4)
-    assert_within_budget(from_diffllama(theirs)(ids).logits, exact(theirs, ids), what="logits")
+    assert_within_budget(convert_model(theirs)(ids).logits, exact(theirs, ids), what="logits")
 
 
 @GROUPS
 def test_there_and_back_moves_rows_only(make, diffllama, kv_heads):
     ours = make(num_key_value_heads=kv_heads, head_norm="no_weight")
-    again = from_diffllama(to_diffllama(ours))
+    again = convert_model(convert_model(ours, "diffllama"))
     for name, tensor in ours.state_dict().items():
         assert torch.equal(again.state_dict()[name], tensor), name
     theirs = diffllama(num_key_value_heads=kv_heads)
-    back = to_diffllama(from_diffllama(theirs))
+    back = convert_model(convert_model(theirs), "diffllama")
     for name, tensor in theirs.state_dict().items():
         assert torch.equal(back.state_dict()[name], tensor), name
 
@@ -71,7 +71,7 @@ def test_the_fold_is_one_rounding_of_each_number_of_w_o(make):
     ours = make(num_hidden_layers=1)
     layer = ours.model.layers[0].self_attn
     weight = layer.core.head_norm.weight.detach()
-    folded = to_diffllama(ours).model.layers[0].self_attn.o_proj.weight
+    folded = convert_model(ours, "diffllama").model.layers[0].self_attn.o_proj.weight
     columns = torch.cat([layer.o_proj.weight[:, c, None].double() * weight[c % 8].double() for c in range(32)], dim=1)
     assert torch.equal(folded, columns.float())
 
@@ -106,7 +106,7 @@ def test_lambda_of_a_bf16_model_becomes_fp32_and_stays_so(diffllama, tmp_path):
     assert written[name].dtype == torch.float32
     assert torch.equal(written[name], vector.float())
     assert {tensor.dtype for key, tensor in written.items() if ".lam." not in key} == {torch.float16}
-    assert from_diffllama(theirs).state_dict()[name].dtype == torch.float32
+    assert convert_model(theirs).state_dict()[name].dtype == torch.float32
 
 
 def test_a_folder_of_theirs_with_scaled_positions(diffllama, ids, tmp_path):
@@ -136,11 +136,11 @@ def test_a_folder_of_theirs_with_scaled_positions(diffllama, ids, tmp_path):
 )
 def test_what_diffllama_cannot_hold_is_named(make, fields, message):
     with pytest.raises(ValueError, match="DiffLlama cannot hold this model") as caught:
-        to_diffllama(make(num_hidden_layers=1, **fields))
+        convert_model(make(num_hidden_layers=1, **fields), "diffllama")
     assert message in str(caught.value)
 
 
 @pytest.mark.parametrize(("field", "value"), [("attention_bias", True), ("hidden_act", "gelu")])
 def test_what_ours_cannot_hold_is_named(diffllama, field, value):
     with pytest.raises(ValueError, match=f"{field}='?{value}"):
-        from_diffllama(diffllama(**{field: value}))
+        convert_model(diffllama(**{field: value}))

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.convert import convert_folder, softmax_to_diff, to_llama
+from diff_transformer.model.convert import convert_folder, convert_model
 from diff_transformer.model.lambdas import LearnedLambda
 from diff_transformer.testing import assert_within_budget
 
@@ -23,7 +23,7 @@ def source(make):
 
 
 def converted(model, way):
-    return softmax_to_diff(model, way.split()[0], **WAYS[way])
+    return convert_model(model, way.split()[0], **WAYS[way])
 
 
 def logits(model, ids):
@@ -72,7 +72,7 @@ def test_all_that_is_new_has_a_gradient(source, ids, lambda_init):
     """The first map's queries and keys have the source's gradient times 1 / (1 - c), the second's times -c / (1 - c);
     that of lambda is minus that of a factor on the attention's output, over 1 - c."""
     model = source(num_key_value_heads=4).double()
-    diff, d = softmax_to_diff(model, lambda_init=lambda_init), model.config.head_dim
+    diff, d = convert_model(model, "diff", lambda_init=lambda_init), model.config.head_dim
     new, old = gradients(diff, ids), gradients(model, ids)
     kept = 1 - lambda_init
     for role in ("q", "k"):
@@ -93,7 +93,7 @@ def test_all_that_is_new_has_a_gradient(source, ids, lambda_init):
 
 def test_all_that_is_new_has_a_gradient_in_v2(source, ids):
     model = source(num_key_value_heads=4)
-    new, old = gradients(softmax_to_diff(model, "diff_v2"), ids), gradients(model, ids)
+    new, old = gradients(convert_model(model, "diff_v2"), ids), gradients(model, ids)
     for both, one in zip(new["q"], old["q"], strict=True):
         first, second = halves(both, model.config.head_dim)
         torch.testing.assert_close(first, 2 * one.unflatten(0, (-1, model.config.head_dim)), rtol=1e-6, atol=1e-9)
@@ -104,7 +104,7 @@ def test_all_that_is_new_has_a_gradient_in_v2(source, ids):
 
 @pytest.mark.parametrize("way", ["diff", "diff_v2", "diff_v3"])
 def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
-    diff = converted(source(), way)
+    diff = converted(source(), way).train()
     optimizer = torch.optim.AdamW(diff.parameters(), lr=1e-3)
     losses = []
     for _ in range(3):
@@ -125,10 +125,10 @@ def test_one_step_tells_the_maps_apart_and_lowers_the_loss(source, ids, way):
 def test_folders(source, ids, tmp_path, origin, target):
     """In bf16, as the conversion in memory."""
     model = source(num_key_value_heads=4).to(torch.bfloat16)
-    (to_llama(model) if origin == "llama" else model).save_pretrained(tmp_path / "source")
+    (convert_model(model, "llama") if origin == "llama" else model).save_pretrained(tmp_path / "source")
     convert_folder(tmp_path / "source", tmp_path / "out", target)
     saved = DiffTransformerForCausalLM.from_pretrained(tmp_path / "out")
-    expected = softmax_to_diff(model, target)
+    expected = convert_model(model, target)
     assert saved.config.attention == target
     assert saved.dtype == torch.bfloat16
     assert all(torch.equal(value, expected.state_dict()[name]) for name, value in saved.state_dict().items())
@@ -153,7 +153,7 @@ def test_a_llama_in_memory(randomise, ids):
         vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=16, rope_parameters={"rope_type": "default", "rope_theta": 500.0},
     )))  # fmt: skip
-    diff = softmax_to_diff(llama)
+    diff = convert_model(llama, "diff")
     assert_within_budget(logits(diff, ids), logits(llama.double(), ids), what="logits")
     assert not diff.training
 
@@ -170,11 +170,11 @@ def test_a_llama_in_memory(randomise, ids):
         ({"attention": "softmax"}, {"lambda_init": "depth"}, "lambda_init is 'depth'"),
         (
             {"attention": "softmax"},
-            {"attention": "dint"},
-            "no kind of .* 'dint'; there are: diff_v2, diff_v3, diff",
+            {"target": "dint"},
+            "no target 'dint'; there are: diff-transformer, llama, diffllama, diff_v2, diff_v3, diff",
         ),
     ],
 )
 def test_refused(make, fields, options, message):
     with pytest.raises(ValueError, match=message):
-        softmax_to_diff(make(**fields), **options)
+        convert_model(make(**fields), **{"target": "diff", **options})

@@ -9,7 +9,7 @@ from command_line import cli
 from transformers import AutoModelForCausalLM
 
 import diff_transformer
-from diff_transformer.model.convert import convert_folder, softmax_to_diff
+from diff_transformer.model.convert import convert_folder, convert_model
 
 IDS = torch.tensor([[5, 9, 33, 71, 2, 8]])
 
@@ -108,7 +108,7 @@ def test_the_card_has_the_licence_and_the_name_of_the_source(tmp_path, way):
         convert_folder(tmp_path / "source", tmp_path / "out", target="diff_v2")
     else:
         loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "source").eval()
-        convert = diff_transformer.differentiate if in_place else softmax_to_diff
+        convert = diff_transformer.differentiate if in_place else convert_model
         convert(loaded, "diff_v2").save_pretrained(tmp_path / "out")
     assert f"---\nlibrary_name: transformers\n{FACTS}tags:\n" in (tmp_path / "out" / "README.md").read_text()
     if in_place:  # saved again, it still knows

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.convert import convert_folder, from_llama, to_llama
+from diff_transformer.model.convert import convert_folder, convert_model
 from diff_transformer.testing import assert_within_budget
 
 SIZES = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 8}
@@ -67,17 +67,17 @@ def test_mistral_with_its_window(randomise, ids, tmp_path, window):
     assert_within_budget(logits(ours, ids), logits(theirs.double(), ids), what="logits")
     if window:
         with pytest.raises(ValueError, match="sliding_window is 5, it holds None"):
-            to_llama(ours)
+            convert_model(ours, "llama")
 
 
 def test_models_in_memory_keep_dtype_and_mode(llama):
     theirs = llama().to(torch.bfloat16).train()
-    ours = from_llama(theirs)
+    ours = convert_model(theirs)
     assert ours.dtype == torch.bfloat16
     assert ours.training
     assert all(parameter.requires_grad for parameter in ours.parameters())
     assert ours.model.rotary_emb.inv_freq.dtype == torch.float32  # in bf16, positions would be off
-    assert not to_llama(ours.eval()).training
+    assert not convert_model(ours.eval(), "llama").training
 
 
 @pytest.mark.parametrize(
@@ -94,5 +94,5 @@ def test_models_in_memory_keep_dtype_and_mode(llama):
 )
 def test_what_llama_cannot_hold_is_named(make, fields, message):
     with pytest.raises(ValueError, match="Llama's architecture cannot hold this model") as caught:
-        to_llama(make(**{"attention": "softmax", **fields}))
+        convert_model(make(**{"attention": "softmax", **fields}), "llama")
     assert message in str(caught.value)

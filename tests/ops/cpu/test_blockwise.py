@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from diff_transformer.ops import cpu, diff_attention
+from diff_transformer.ops.call import OPERANDS, check
 from diff_transformer.ops.cpu import kernel, library
 from diff_transformer.testing import assert_within_budget, make_inputs, peak_memory
 
@@ -20,10 +21,10 @@ OPCHECKS = [
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_opcheck(options, dtype):
     x = make_inputs(H=4, Hn=2, G=1, T=7, S=9, D=3, Dv=5, dtype=dtype)
-    rest = (options.get("attn_mask"), options.get("is_causal", False), options.get("window"), 0.5)
-    torch.library.opcheck(cpu.forward, (*x, None, *rest))
-    detached = [y.detach() for y in x]
-    torch.library.opcheck(cpu.backward, (torch.randn(2, 4, 7, 5).to(dtype), *detached, None, *rest))
+    operands = check(*x, **options)[:OPERANDS]
+    torch.library.opcheck(cpu.forward, operands)
+    detached = [y.detach() if isinstance(y, torch.Tensor) else y for y in operands]
+    torch.library.opcheck(cpu.backward, (torch.randn(2, 4, 7, 5).to(dtype), *detached))
 
 
 def test_compiles_for_lengths_not_known_beforehand():

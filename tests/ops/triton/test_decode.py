@@ -30,7 +30,7 @@ def inputs(**sizes: Any):
 def kernel(q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, lengths=None):
     call = check(q1, q2, k1, k2, v, lam, attn_mask, is_causal, window, scale)
     assert decode.unsupported_reason(call) is None
-    return decode.attend_decode(*call[:OPERANDS], lengths=lengths)
+    return decode.attend_decode(*call[:OPERANDS], lengths)
 
 
 def reference(x, **options):
@@ -197,7 +197,7 @@ def arguments_of(x, **options):
 def test_opcheck(case):
     sizes, options = CASES[case]
     x = inputs(**sizes)
-    torch.library.opcheck(decode.attend_decode, arguments_of(x, **options))
+    torch.library.opcheck(decode.attend_decode, (*arguments_of(x, **options), None))
     lengths = torch.ones(x.q1.shape[0], dtype=torch.int32, device=DEVICE)
     torch.library.opcheck(decode.attend_decode, (*arguments_of(x, **options), lengths))
 
@@ -221,9 +221,9 @@ def test_the_public_function_takes_the_kernel_and_lengths(monkeypatch):
     x, lengths = inputs(B=2, S=300), torch.tensor([150, 40], device=DEVICE)
     taken, compute = [], decode.attend_decode
 
-    def attend(*arguments, **options):
-        taken.append(options.get("lengths"))
-        return compute(*arguments, **options)
+    def attend(*arguments):
+        taken.append(arguments[-1])
+        return compute(*arguments)
 
     monkeypatch.setattr(decode, "attend_decode", attend)
     diff_attention_decode(*x, lengths=lengths, backend="triton")

@@ -49,11 +49,11 @@ def renamed(
         yield name, tensor if move is None else move(tensor)
 
 
-def convert_model(conversion: Conversion, model_class: Any, model: Any, dtype: torch.dtype | None = None) -> Any:
+def converted(conversion: Conversion, model_class: Any, model: Any, dtype: torch.dtype | None = None) -> Any:
     """A new model of class ``model_class`` that shares no tensor with ``model``.
 
     Its device, train/eval mode and ``generation_config`` are those of ``model``, and so is its dtype if ``dtype`` is
-    None. Lambda vectors stay fp32.
+    None. Lambda vectors are fp32.
     """
     tensors = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
@@ -61,6 +61,9 @@ def convert_model(conversion: Conversion, model_class: Any, model: Any, dtype: t
     }
     dtype = model.dtype if dtype is None else dtype
     target = model_class.from_pretrained(None, config=conversion.config, state_dict=tensors, dtype=dtype)
+    for name, parameter in target.named_parameters():
+        if name.rpartition(".")[2].startswith("lambda_"):
+            parameter.data = tensors[name].to(parameter.device, torch.float32)
     target.generation_config = copy.deepcopy(model.generation_config)
     target.source_facts = vars(model).get("source_facts") or source_facts(model.config._name_or_path)
     return target.to(model.device).train(model.training)

@@ -6,7 +6,6 @@ The rotary embedding rotates halves, as in this package.
 """
 
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,47 +19,13 @@ from diff_transformer.model.convert.conversion import (
     Conversion,
     NamedTensors,
     adjacent_from_split,
-    convert_model,
     refuse,
     renamed,
     split_from_adjacent,
 )
-from diff_transformer.model.loading import read_model
-from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
+MODEL = DiffLlamaForCausalLM
 _LAMBDA, _PACKAGE_LAMBDA = "self_attn.lambda_", "self_attn.core.lam.lambda_"
-
-
-def from_diffllama(model: DiffLlamaForCausalLM) -> DiffTransformerForCausalLM:
-    """A model with ``head_norm="no_weight"``, the weights of a Hugging Face ``DiffLlama`` and equal logits.
-
-    Raises:
-        UserError: as ``to_package``.
-    """
-    return convert_model(to_package(model.config), DiffTransformerForCausalLM, model)
-
-
-def to_diffllama(model: DiffTransformerForCausalLM, dtype: torch.dtype | None = None) -> DiffLlamaForCausalLM:
-    """The inverse of ``from_diffllama``; a head-norm weight is folded into W_O.
-
-    Raises:
-        UserError: as ``from_package``.
-    """
-    return convert_model(from_package(model.config), DiffLlamaForCausalLM, model, dtype)
-
-
-def read(folder: Path) -> DiffTransformerForCausalLM:
-    """The model of a folder, as ``from_diffllama``."""
-    return from_diffllama(read_model(folder, dtype="auto"))
-
-
-def write(model: DiffTransformerForCausalLM, folder: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Write ``to_diffllama`` of a model to a folder, with lambda vectors in fp32; return notes for the user."""
-    conversion, converted = from_package(model.config), to_diffllama(model, dtype)
-    tensors = conversion.tensors(model.state_dict().items())
-    vectors = {name: tensor for name, tensor in tensors if _LAMBDA in name}
-    converted.save_pretrained(folder, state_dict=converted.state_dict() | vectors)
-    return conversion.notes
 
 
 def to_package(config: DiffLlamaConfig) -> Conversion:

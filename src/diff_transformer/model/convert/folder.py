@@ -1,6 +1,6 @@
-"""Convert the model in a folder to another layout, in a new folder: what ``diff-transformer convert`` calls.
+"""Convert a model, or the model in a folder, to another layout: what ``diff-transformer convert`` calls.
 
-Every layout's module reads to this package's model, and most write from it, so that layouts convert to one another.
+Every layout's module translates to this package's model, and most from it, so that layouts convert to one another.
 """
 
 import shutil
@@ -17,7 +17,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.model.card import source_facts
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import diffllama, llama, motif
-from diff_transformer.model.convert.conversion import convert_model
+from diff_transformer.model.convert.conversion import converted
 from diff_transformer.model.convert.from_softmax import to_differential
 from diff_transformer.model.differentiate import KINDS, check_start, differentiate, read, start_of
 from diff_transformer.model.loading import DTYPES, read_model, read_settings
@@ -46,6 +46,44 @@ LAYOUTS: dict[str, Layout] = {
     "motif": Layout("Motif-2.6B or Motif-2-12.7B", ("motif",), motif),
 }
 TARGETS = (PACKAGE, "llama", "diffllama", *KINDS)
+
+
+def convert_model(
+    model: Any, target: str = PACKAGE, *, lambda_init: float = 0.5, dtype: torch.dtype | None = None
+) -> Any:
+    """A new model in another layout, with equal logits, that shares no tensor with ``model``; or the model itself.
+
+    Args:
+        model: of this package, or a Llama, Mistral or DiffLlama of transformers.
+        target: "diff-transformer", "llama" or "diffllama"; or "diff", "diff_v2" or "diff_v3", which turn a softmax
+            Transformer of this package or a Llama into a DIFF Transformer of this package.
+        lambda_init: initial lambda with ``target`` "diff", between 0 and 1.
+        dtype: of all tensors but lambda vectors, which are fp32; None keeps the model's.
+
+    Raises:
+        UserError: for another model or target, and for a model that the target cannot hold.
+    """
+    return _converted(model, target, lambda_init, dtype)[0]
+
+
+def _converted(model: Any, target: str, lambda_init: float, dtype: torch.dtype | None) -> tuple[Any, tuple[str, ...]]:
+    """``convert_model``, and notes for the user."""
+    require_known("target", target, TARGETS)
+    layout = _layout_named(model.config.model_type)
+    if layout is None:
+        raise UserError(f"{type(model).__name__} is in no layout; accepted: {', '.join(LAYOUTS)}")
+    source = LAYOUTS[layout].module
+    if source is not None:
+        first = dtype if target == PACKAGE else None  # rounded once, at the end
+        model = converted(source.to_package(model.config), DiffTransformerForCausalLM, model, first)
+    if target == PACKAGE:
+        return model, ()
+    if target in KINDS:
+        conversion, model_class = to_differential(model.config, target, lambda_init), DiffTransformerForCausalLM
+    else:
+        module: Any = LAYOUTS[target].module
+        conversion, model_class = module.from_package(model.config), module.MODEL
+    return converted(conversion, model_class, model, dtype), conversion.notes
 
 
 def convert_folder(
@@ -87,7 +125,7 @@ def convert_folder(
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"{out} exists already; choose a new folder")
     layout, settings = layout_of(source)
-    in_place, write = target in KINDS and package_config(source) is None, None
+    in_place = target in KINDS and package_config(source) is None
     if layout is None and not in_place:
         if settings.get("differential") is not None:
             raise UserError(f"{source} was made differential in place; it stays a {settings['model_type']!r} model")
@@ -99,28 +137,20 @@ def convert_folder(
         model, notes = _differentiated(source, target, cast, lambda_init)
     else:
         assert layout is not None
-        model, notes = _read(source, layout), [f"{source}: {LAYOUTS[layout].title}"]
-        if target in KINDS:
-            conversion = to_differential(model.config, target, lambda_init)
-            model = convert_model(conversion, DiffTransformerForCausalLM, model, cast)
-            notes += conversion.notes
-        else:
-            write = LAYOUTS[target].module
+        model: Any = motif.read(source) if layout == "motif" else read_model(source, dtype="auto")
+        model.source_facts = source_facts(str(source))
+        model, notes_of_target = _converted(model, target, lambda_init, cast)
+        model = model.to(cast or model.dtype) if target == PACKAGE else model
+        notes = [f"{source}: {LAYOUTS[layout].title}", *notes_of_target]
     with replacing(out) as folder:
         folder.mkdir(parents=True)
-        if write is not None:
-            notes += write.write(model, folder, cast)
-        else:
-            (model if in_place else model.to(cast or model.dtype)).save_pretrained(folder)
+        model.save_pretrained(folder)
         return notes + carry_over(source, folder)
 
 
-def _read(source: Path, layout: str) -> DiffTransformerForCausalLM:
-    """The model of a folder in this package's class."""
-    module = LAYOUTS[layout].module
-    model = read_model(source, DiffTransformerForCausalLM, dtype="auto") if module is None else module.read(source)
-    model.source_facts = source_facts(str(source))
-    return model
+def _layout_named(model_type: Any) -> str | None:
+    """The layout of models of this type."""
+    return next((name for name, layout in LAYOUTS.items() if str(model_type).lower() in layout.model_types), None)
 
 
 def layout_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
@@ -132,9 +162,8 @@ def layout_of(folder: Path) -> tuple[str | None, dict[str, Any]]:
     settings = read_settings(folder)
     if settings.get("quantization_config"):
         raise UserError(f"{folder} has quantised weights; take the model before quantisation")
-    model_type = str(settings.get("model_type")).lower()
-    names = [name for name, layout in LAYOUTS.items() if model_type in layout.model_types]
-    return names[0] if names and settings.get("differential") is None else None, settings
+    layout = _layout_named(settings.get("model_type"))
+    return layout if settings.get("differential") is None else None, settings
 
 
 def package_config(folder: Path) -> DiffTransformerConfig | None:

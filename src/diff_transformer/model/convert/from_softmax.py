@@ -15,27 +15,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.conversion import Conversion, NamedTensors, convert_model, renamed
-from diff_transformer.model.convert.llama import from_llama
+from diff_transformer.model.convert.conversion import Conversion, NamedTensors, renamed
 from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice, start_of
 from diff_transformer.model.heads import CORES
-from diff_transformer.model.modeling import DiffTransformerForCausalLM
-
-
-def softmax_to_diff(
-    model: DiffTransformerForCausalLM | LlamaForCausalLM, attention: str = "diff", lambda_init: float = 0.5
-) -> DiffTransformerForCausalLM:
-    """Convert ``model``, a softmax Transformer of this package or a Llama, to a DIFF Transformer with equal logits.
-
-    Raises:
-        UserError: for a model with differential attention, head norms or biases; and as ``to_differential``.
-    """
-    softmax: Any = from_llama(model) if isinstance(model, LlamaForCausalLM) else model
-    return convert_model(to_differential(softmax.config, attention, lambda_init), DiffTransformerForCausalLM, softmax)
 
 
 def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: float = 0.5) -> Conversion:

@@ -1,45 +1,14 @@
 """Llama-family softmax models: the matched Transformer has their architecture, and every tensor keeps its name."""
 
-from pathlib import Path
 from typing import Any
 
-import torch
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
-from diff_transformer.model.convert.conversion import SHARED_FIELDS, Conversion, convert_model, refuse, renamed
-from diff_transformer.model.loading import read_model
-from diff_transformer.model.modeling import DiffTransformerForCausalLM
+from diff_transformer.model.convert.conversion import SHARED_FIELDS, Conversion, refuse, renamed
 
-
-def from_llama(model: LlamaForCausalLM) -> DiffTransformerForCausalLM:
-    """The matched Transformer (``attention="softmax"``) with the weights of a Llama model and equal logits.
-
-    Raises:
-        UserError: as ``to_package``.
-    """
-    return convert_model(to_package(model.config), DiffTransformerForCausalLM, model)
-
-
-def to_llama(model: DiffTransformerForCausalLM, dtype: torch.dtype | None = None) -> LlamaForCausalLM:
-    """The inverse of ``from_llama``.
-
-    Raises:
-        UserError: as ``from_package``.
-    """
-    return convert_model(from_package(model.config), LlamaForCausalLM, model, dtype)
-
-
-def read(folder: Path) -> DiffTransformerForCausalLM:
-    """The model of a folder, as ``from_llama``."""
-    return from_llama(read_model(folder, dtype="auto"))
-
-
-def write(model: DiffTransformerForCausalLM, folder: Path, dtype: torch.dtype | None) -> tuple[str, ...]:
-    """Write ``to_llama`` of a model to a folder."""
-    to_llama(model, dtype).save_pretrained(folder)
-    return ()
+MODEL = LlamaForCausalLM
 
 
 def to_package(config: LlamaConfig | MistralConfig) -> Conversion:

@@ -4,12 +4,13 @@
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from diff_transformer.ops.arguments import traced
-from diff_transformer.ops.call import Call, in_dtype, replace, with_noise_head_for_each_mask
+from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call, in_dtype, replace, with_noise_head_for_each_mask
 from diff_transformer.ops.cpu import kernel, library
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -41,8 +42,7 @@ def attend(call: Call) -> Tensor:
         return attend(in_dtype(call, torch.float32)).half()
     if not call.gradients and not traced() and in_memory((*call.inputs, call.first, call.attn_mask)):
         return kernel.forward(call).transpose(1, 2)  # the custom operator takes as long as a short query
-    options = call.first, call.attn_mask, call.is_causal, call.window, call.scale
-    return forward(*call.inputs, *options).transpose(1, 2)
+    return forward(*call.inputs, *call[6:OPERANDS]).transpose(1, 2)
 
 
 def in_memory(tensors: Iterable[Tensor | None]) -> bool:
@@ -58,65 +58,42 @@ def in_memory(tensors: Iterable[Tensor | None]) -> bool:
     return True
 
 
-@torch.library.custom_op("diff_transformer::blockwise", mutates_args=())
-def forward(
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    first: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-) -> Tensor:
+@torch.library.custom_op("diff_transformer::blockwise", mutates_args=(), schema=f"({SCHEMA}) -> Tensor")
+def forward(*operands: Any) -> Tensor:
     """[B, T, H, Dv], contiguous and no view, so that the output can be changed in place."""
-    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, is_causal, window, scale)
-    return kernel.forward(call)
+    return kernel.forward(Call(*operands))
 
 
-@torch.library.custom_op("diff_transformer::blockwise_backward", mutates_args=())
-def backward(
-    dout: Tensor,
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor,
-    v: Tensor,
-    lam: Tensor,
-    first: Tensor | None,
-    attn_mask: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "diff_transformer::blockwise_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {SCHEMA}) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward(dout: Tensor, *operands: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v, lam and first; dout [B, H, T, Dv] is that of the output."""
-    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, is_causal, window, scale)
-    return kernel.backward(call, dout)
+    return kernel.backward(Call(*operands), dout)
 
 
 @forward.register_fake
-def _(q1, q2, k1, k2, v, lam, first, attn_mask, is_causal, window, scale):
+def _(q1, q2, k1, k2, v, *_):
     B, H, T, _ = q1.shape
     return v.new_empty(B, T, H, v.shape[-1])
 
 
 @backward.register_fake
-def _(dout, q1, q2, k1, k2, v, lam, first, attn_mask, is_causal, window, scale):
+def _(dout, q1, q2, k1, k2, v, lam, *_):
     return tuple(x.new_empty(x.shape) for x in (q1, q2, k1, k2, v, lam, lam))
 
 
 def _save(ctx, inputs, output):
-    *tensors, ctx.is_causal, ctx.window, ctx.scale = inputs
+    tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:]
     ctx.save_for_backward(*tensors)
 
 
 def _differentiate(ctx, dout):
     tensors = ctx.saved_tensors
-    *gradients, dfirst = backward(dout.transpose(1, 2), *tensors, ctx.is_causal, ctx.window, ctx.scale)
-    return (*gradients, None if tensors[6] is None else dfirst, None, None, None, None)
+    *gradients, dfirst = backward(dout.transpose(1, 2), *tensors, *ctx.options)
+    return *gradients, None if tensors[6] is None else dfirst, *(None,) * (OPERANDS - 7)
 
 
 forward.register_autograd(_differentiate, setup_context=_save)

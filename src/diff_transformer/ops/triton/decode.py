@@ -11,14 +11,14 @@ Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S
 """
 
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
 from diff_transformer.ops.arguments import active_transform
-from diff_transformer.ops.call import Call
+from diff_transformer.ops.call import SCHEMA, Call
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
 from diff_transformer.ops.triton.launching import INTERPRETED, Launch, inputs_of, run, strides
 from diff_transformer.ops.triton.tile_sizes import chunks
@@ -97,37 +97,25 @@ def unsupported_reason(call: Call) -> str | None:
     return None
 
 
-@torch.library.custom_op("diff_transformer::triton_decode", mutates_args=())
-def attend_decode(
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor,
-    first: Tensor | None,
-    attn_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    lengths: Tensor | None = None,
-) -> Tensor:
+@torch.library.custom_op(
+    "diff_transformer::triton_decode", mutates_args=(), schema=f"({SCHEMA}, Tensor? lengths) -> Tensor"
+)
+def attend_decode(*arguments: Any) -> Tensor:
     """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v of supported arguments, without gradients.
 
     lengths: integers [B] on the same device, or None. Keys from lengths[b] on are not read, and the last query of batch
     entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. There are no packed documents.
     Returns [B, H, T, Dv], contiguous.
     """
-    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
-    out, launches = plan_decode(call, lengths, multiprocessors(q1.device))
-    run(launches, q1.device)
+    *operands, lengths = arguments
+    call = Call(*operands)
+    out, launches = plan_decode(call, lengths, multiprocessors(call.q1.device))
+    run(launches, call.q1.device)
     return out
 
 
 @attend_decode.register_fake
-def _(q1, q2, k1, k2, v, *_, **__):
+def _(q1, q2, k1, k2, v, *_):
     return v.new_empty(q1.shape[0], q1.shape[1], q1.shape[2], v.shape[3])
 
 

@@ -6,11 +6,12 @@ Arguments are the first fields of ``Call``. Results are those of ``forward.plan_
 
 import logging
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.call import OPERANDS, Call
+from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call
 from diff_transformer.ops.hopper.backward import attend_backward
 from diff_transformer.ops.hopper.forward import attend_forward
 from diff_transformer.ops.hopper.support import unsupported_reason
@@ -24,63 +25,37 @@ from diff_transformer.ops.triton.tile_sizes import table_of
 log = logging.getLogger("diff_transformer")
 
 
-@torch.library.custom_op("diff_transformer::triton", mutates_args=())
-def forward(
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor,
-    first: Tensor | None,
-    attn_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    by_hopper: bool,
-    need_gradient: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "diff_transformer::triton",
+    mutates_args=(),
+    schema=f"({SCHEMA}, bool by_hopper, bool need_gradient) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """out, [B, T, H, Dv] in memory, and what the backward needs: the results of ``plan_forward``.
 
     by_hopper: use the Hopper kernels where they support the call, in the backward too.
     """
-    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
+    *operands, by_hopper, need_gradient = arguments
+    call = Call(*operands)
     if by_hopper and _by_hopper("forward", call):
         return attend_forward(call, need_gradient)
-    results, launches = plan_forward(call, need_gradient, table_of(q1))
-    run(launches, q1.device)
+    results, launches = plan_forward(call, need_gradient, table_of(call.q1))
+    run(launches, call.q1.device)
     return results
 
 
-@torch.library.custom_op("diff_transformer::triton_backward", mutates_args=())
-def backward(
-    dout: Tensor,
-    q1: Tensor,
-    q2: Tensor,
-    k1: Tensor,
-    k2: Tensor | None,
-    v: Tensor,
-    lam: Tensor,
-    first: Tensor | None,
-    attn_mask: Tensor | None,
-    cu_seqlens_q: Tensor | None,
-    cu_seqlens_k: Tensor | None,
-    is_causal: bool,
-    window: int | None,
-    scale: float,
-    by_hopper: bool,
-    out1: Tensor,
-    out2: Tensor,
-    lse1: Tensor,
-    lse2: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+@torch.library.custom_op(
+    "diff_transformer::triton_backward",
+    mutates_args=(),
+    schema=f"(Tensor dout, {SCHEMA}, bool by_hopper, Tensor out1, Tensor out2, Tensor lse1, Tensor lse2) -> "
+    "(Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)",
+)
+def backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of q1, q2, k1, k2, v, lam and first; those of k2 and of first are empty if these are None."""
-    call = Call(q1, q2, k1, k2, v, lam, first, attn_mask, cu_seqlens_q, cu_seqlens_k, is_causal, window, scale)
-    saved = (out1, out2, lse1, lse2)
+    *operands, by_hopper, out1, out2, lse1, lse2 = arguments
+    call, saved = Call(*operands), (out1, out2, lse1, lse2)
     if by_hopper and _by_hopper("backward", call):
-        return *attend_backward(call, dout, saved), lam.new_empty(0)
+        return *attend_backward(call, dout, saved), call.lam.new_empty(0)
     return launch_backward(call, dout, saved)
 
 
@@ -102,7 +77,7 @@ def _(dout, q1, q2, k1, k2, v, lam, first, *rest):
 
 
 def _save(ctx, inputs, output):
-    tensors, ctx.options = inputs[:10], inputs[10:-1]
+    tensors, ctx.options = inputs[:TENSORS], inputs[TENSORS:-1]
     ctx.save_for_backward(*tensors, *output[1:])
     ctx.set_materialize_grads(False)
 
@@ -111,7 +86,7 @@ def _differentiate(ctx, dout, *unused):
     if dout is None:
         return (None,) * (OPERANDS + 2)
     unpacked = ctx.saved_tensors  # once: recomputation unpacks them no second time
-    tensors, saved = unpacked[:10], unpacked[10:]
+    tensors, saved = unpacked[:TENSORS], unpacked[TENSORS:]
     computed = backward(dout.transpose(1, 2), *tensors, *ctx.options, *saved)
     gradients = [None if x is None else gradient for x, gradient in zip(tensors[:7], computed, strict=True)]
     return *gradients, *(None,) * (OPERANDS - 5)
