@@ -1,5 +1,4 @@
 import re
-import unicodedata
 
 import numpy as np
 import pytest
@@ -17,7 +16,7 @@ from diff_transformer.data.needles import (
     question,
 )
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.data.tokenizer import byte_tokenizer, encode, train_tokenizer
+from diff_transformer.data.tokenizer import byte_tokenizer, encode
 
 
 @pytest.fixture(scope="module")
@@ -111,19 +110,13 @@ def _joining(filler):
     return PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
-CHINESE = "街道很安静，从早上起就没有人来过。晚上下了一场小雨，灯光照在湿漉漉的路面上；老人坐在窗前，慢慢地喝着茶。"
-
-
 @pytest.mark.parametrize("length", [400, 1000, 4096])
-@pytest.mark.parametrize("name", ["a space before every text", "tokens across spaces", "no spaces"])
-def test_every_tokenizer_and_script_fills_its_length(filler, name, length):
+@pytest.mark.parametrize("name", ["a space before every text", "tokens across spaces"])
+def test_every_tokenizer_fills_its_length(filler, name, length):
     if name == "a space before every text":
         chosen = spaced_tokenizer(["".join(filler.words[i : i + 10]) for i in range(0, 3000, 10)])
-    elif name == "tokens across spaces":
-        chosen = _joining(filler)
     else:
-        chosen = train_tokenizer([CHINESE * 9], 400)
-        filler = Filler([Document(f"d{i}", CHINESE[i:] * 100) for i in range(20)])
+        chosen = _joining(filler)
     for index in range(5):
         for depth in (0.0, 0.5, 1.0):
             example = _example(filler, chosen, index, length=length, depth=depth)
@@ -169,13 +162,8 @@ def test_filler_is_words_of_the_documents_without_magic_numbers_and_oddities():
         + "x" * 50
     )
     assert "".join(Filler([Document("d", text)]).words) == " One fine day. Then night."
-    assert "".join(Filler([Document("d", f"我们 {CHINESE * 3} 好 {'ab' * 30}")]).words) == f" 我们 {CHINESE * 3} 好"
-    thai = "ที่นี่มีกำลังใจ" * 9
-    words = Filler([Document("d", f"{CHINESE * 3} {thai}")]).words
-    assert "".join(words) == f" {CHINESE * 3} {thai}"
-    assert words[1] == "从早上起就没有人来过。"
-    assert max(map(len, words)) <= 45
-    assert not [word for word in words if unicodedata.category(word[0]) == "Mn"]
+    with pytest.raises(ValueError, match="give text with spaces"):
+        Filler([Document("d", "街道很安静，从早上起就没有人来过。" * 9)])
     large = Filler([Document("a", "alpha " * 1000), Document("b", "beta " * 1000)], max_bytes=1100)
     assert {" alpha", " beta"} <= set(large.words)
     assert 150 < len(large.words) < 250

@@ -103,7 +103,7 @@ def test_the_example_drops_bad_and_repeated_documents_and_continues_after_a_kill
     kept = []
     for side in ("train", "validation"):
         tokens = Shards(out, side)
-        starts = [*np.concatenate(list(tokens.document_starts())), len(tokens)]
+        starts = [0, *(np.flatnonzero(tokens[:] == 256) + 1)]
         kept += [bytes(tokens[a : b - 1].tolist()).decode() for a, b in pairwise(starts)]
     assert len(kept) == len(good)
     assert {text.split("\n")[5] for text in kept} == {text.split("\n")[5] for text in good}

@@ -6,8 +6,8 @@ import datasets
 import pytest
 
 from diff_transformer.data.tasks.continuations import load_continuations
-from diff_transformer.data.tasks.grounded import HUB, load_grounded
-from diff_transformer.data.tasks.labelled import SETS, hold_out, load_labelled
+from diff_transformer.data.tasks.grounded import load_grounded
+from diff_transformer.data.tasks.labelled import hold_out, load_labelled
 from diff_transformer.data.tasks.rows import rows_of, stem_of
 from diff_transformer.data.tasks.types import GroundedItem, Labelled, LabelledSet
 from diff_transformer.errors import UserError
@@ -62,19 +62,14 @@ def test_a_set_of_the_hub_that_cannot_be_downloaded(monkeypatch):
             loading("hub:acme/set")
 
 
-def test_labelled_folders_of_csv_and_of_json_lines(tmp_path):
-    (tmp_path / "csv").mkdir()
+def test_labelled_folders_of_csv(tmp_path):
     quoted = 'text,category\n"My card,\nwhich ""never"" came",card_arrival\nHow old must I be?,age_limit\nHm,oos\n'
-    (tmp_path / "csv" / "train.csv").write_text(quoted)
-    (tmp_path / "csv" / "test.csv").write_text("text,category\nWhere is it?,card_arrival\n")
-    (tmp_path / "csv" / "categories.json").write_text('["card_arrival", "age_limit"]')
-    data = load_labelled(tmp_path / "csv")
+    (tmp_path / "train.csv").write_text(quoted)
+    (tmp_path / "test.csv").write_text("text,category\nWhere is it?,card_arrival\n")
+    data = load_labelled(tmp_path)
     assert [example.text for example in data.train] == ['My card, which "never" came', "How old must I be?"]
     assert [example.label for example in data.train] == ["card arrival", "age limit"]
     assert data.test == (Labelled("Where is it?", "card arrival"),)
-    for side in ("train", "test"):
-        write(tmp_path / f"{side}.jsonl", *({"text": f"{side} {i}", "label": "ab"[i % 2]} for i in range(4)))
-    assert [example.text for example in load_labelled(tmp_path).test] == ["test 0", "test 1", "test 2", "test 3"]
 
 
 def test_a_single_file_is_held_out_by_its_text(tmp_path):
@@ -101,25 +96,17 @@ def test_labels_of_python_s_own_documentation():
 
 
 def test_labelled_sets_of_the_hub(hub):
-    classes = datasets.ClassLabel(names=["LOC:city", "HUM:ind"])
-    coarse = datasets.ClassLabel(names=["LOC", "HUM"])
-    features = datasets.Features({"text": datasets.Value("string"), "fine_label": classes, "coarse_label": coarse})
-    columns = {"text": ["Who ?", "Where ?"], "fine_label": [1, 0], "coarse_label": [1, 0]}
-    hub.sets["CogComp/trec"] = datasets.Dataset.from_dict(columns, features=features)
-    assert [example.label for example in load_labelled("hub:trec").train] == ["human", "location"]
-    assert [example.label for example in load_labelled("hub:trec-fine").train] == ["human ind", "location city"]
-    rows = [{"text": "Where?", "label": "card_arrival"}, {"text": "How old?", "label": "age_limit"}]
-    hub.sets |= {"acme/cards": rows, SETS["clinic150"][0]: [{**row, "intent": row["label"]} for row in rows]}
-    for name in ("clinic150", "acme/cards"):
-        assert load_labelled(f"hub:{name}").labels == ("age limit", "card arrival")
-    assert hub.asked[-3][:3] == ("clinc/clinc_oos", "plus", "test")
+    classes = datasets.ClassLabel(names=["card_arrival", "age_limit"])
+    features = datasets.Features({"query": datasets.Value("string"), "label": classes})
+    columns = {"query": ["Where?", "How old?"], "label": [0, 1]}
+    hub.sets["acme/cards"] = datasets.Dataset.from_dict(columns, features=features)
+    assert load_labelled("hub:acme/cards?config=plus&revision=v1").labels == ("age limit", "card arrival")
+    assert hub.asked == [("acme/cards", "plus", side, "v1") for side in ("train", "test")]
 
 
 def test_labelled_sets_that_are_none(tmp_path):
     with pytest.raises(UserError, match="no file at /nowhere"):
         load_labelled("/nowhere")
-    with pytest.raises(UserError, match="has 0 files with 'train' in their names; give one train and one test"):
-        load_labelled(tmp_path)
     with pytest.raises(UserError, match="has the columns a; it needs a text"):
         load_labelled(write(tmp_path / "bad.jsonl", {"a": 1}))
     sides = (Labelled("a", "x"), Labelled("b", "y")), (Labelled("c", "z"),)
@@ -135,24 +122,6 @@ HOTPOT = {
 COLUMNS = {"title": ["A", "B"], "sentences": [["One.", " Two."], ["Three."]]}
 
 
-def given(spans=(), free="", yes_no=None, unanswerable=False) -> dict:
-    """One annotator's answer in the format of Qasper."""
-    return {"extractive_spans": [*spans], "free_form_answer": free, "yes_no": yes_no, "unanswerable": unanswerable}
-
-
-PAPER = {
-    "id": "1909.1", "title": "On Towers", "abstract": "We climb.",
-    "full_text": {"section_name": ["Steps", None], "paragraphs": [["Ten.", "More."], []]},
-    "qas": {
-        "question": ["How many?", "Steep?"],
-        "answers": [
-            {"answer": [given(spans=["ten", "more"]), given(unanswerable=True)]},
-            {"answer": [given(yes_no=False), given(free="Quite")]},
-        ],
-    },
-}  # fmt: skip
-
-
 def only(path) -> GroundedItem:
     (items,) = load_grounded(str(path)).values()
     assert len(items) == 1
@@ -164,22 +133,15 @@ def test_summaries(tmp_path):
     assert xsum == GroundedItem("summary", "A long story.", references=("Short.",), id="7")
     cnn = only(write(tmp_path / "cnn.jsonl", {"article": "Text.", "highlights": "One .\nTwo .", "id": "c"}))
     assert (cnn.document, cnn.references) == ("Text.", ("One .\nTwo .",))
-    news = only(write(tmp_path / "news.jsonl", {"document": "First. ||||| Second. |||||", "summary": "Both."}))
-    assert news.document == "First.\n\nSecond."
 
 
 def test_questions(tmp_path):
     (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT]))
     text = "A\nOne. Two.\n\nB\nThree."
     assert only(tmp_path / "hotpot.json") == GroundedItem("question", text, "Where?", ("Rome",), id="h1")
-    for context in (COLUMNS, json.dumps(HOTPOT["context"])):
-        assert only(write(tmp_path / "hub.jsonl", {**HOTPOT, "context": context})).document == text
+    assert only(write(tmp_path / "hub.jsonl", {**HOTPOT, "context": COLUMNS})).document == text
     simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
     assert simple == GroundedItem("question", "D", "Q?", ("a", "b"), id="0")
-    ((first, second),) = load_grounded(str(write(tmp_path / "papers.jsonl", PAPER))).values()
-    assert first.document == second.document == "On Towers\n\nWe climb.\n\nSteps\nTen.\nMore."
-    assert (first.question, first.references) == ("How many?", ("ten, more", "unanswerable"))
-    assert (second.references, second.id) == (("no", "Quite"), "1909.1-1")
 
 
 def test_several_sources_samples_and_seeds(tmp_path):
@@ -208,21 +170,17 @@ def test_grounded_rows_that_cannot_be_read_are_named(tmp_path, row):
         load_grounded(str(write(tmp_path / "bad.jsonl", row)))
 
 
-def test_the_six_sets_of_the_hub(hub):
+def test_sets_of_the_hub(hub):
     hub.sets |= {
-        "EdinburghNLP/xsum": [{"document": "D", "summary": "S", "id": "1"}],
         "abisee/cnn_dailymail": [{"article": "D", "highlights": "S", "id": "1"}],
-        "alexfabbri/multi_news": [{"document": "D ||||| E", "summary": "S"}],
-        "allenai/qasper": [PAPER],
         "hotpotqa/hotpot_qa": [{**HOTPOT, "context": COLUMNS, "supporting_facts": None}],
-        "framolfese/2WikiMultihopQA": [{**HOTPOT, "context": COLUMNS, "supporting_facts": None}],
-        "someone/news": [{"document": "V", "summary": "v"}],
     }
-    sets = load_grounded("hub:all")
-    assert list(sets) == list(HUB) == ["xsum", "cnn_dailymail", "multi_news", "qasper", "hotpotqa", "2wikimultihopqa"]
-    assert [items[0].kind for items in sets.values()] == ["summary"] * 3 + ["question"] * 3
-    assert hub.asked[1] == ("abisee/cnn_dailymail", "3.0.0", "test", None)
-    assert load_grounded("hub:someone/news")["news"][0].document == "V"
+    sets = load_grounded("hub:abisee/cnn_dailymail?config=3.0.0, hub:hotpotqa/hotpot_qa?config=distractor")
+    assert {name: items[0].kind for name, items in sets.items()} == {
+        "cnn_dailymail": "summary",
+        "hotpot_qa": "question",
+    }
+    assert hub.asked[0] == ("abisee/cnn_dailymail", "3.0.0", None, None)
     with pytest.raises(UserError, match="data is ','"):
         load_grounded(",")
 

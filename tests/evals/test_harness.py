@@ -302,7 +302,7 @@ def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
     quick = settings_of("harness", {"samples": 3}, quick=True)
     result = measured("harness", lm, quick, tmp_path / "quick.jsonl.gz")
     assert len(result.rows) == 6
-    assert {row["task"] for row in result.rows} == {"python_descriptions", "python_names"}
+    assert {row["task"] for row in result.rows} == {"python_descriptions"}
     assert all(row["expected"] in row["choices"] for row in result.rows)
     with pytest.raises(UserError, match="has no task other; it has: Mini"):
         run_eval(

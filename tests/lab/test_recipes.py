@@ -71,7 +71,6 @@ def test_64k_continues_the_3b_model():
     assert long.model["rope_parameters"]["rope_theta"] == 640_000
     assert (long.data.length, long.optim.lr) == (65_536, 8e-5)
     assert long.train.steps * long.train.batch_size * long.data.length == pytest.approx(1.5e9, rel=0.01)
-    assert long.data.upsample_length
     changed = {line.split(":")[0] for line in differences(short.model, long.model)}
     assert changed == {"max_position_embeddings", "rope_parameters"}
 

@@ -50,7 +50,6 @@ def test_overrides_reach_every_kind_of_value():
         ("optim=fast", "optim is 'fast'; input should be an object"),
         ('data.needles.counts=["a"]', "data.needles.counts.0 is 'a'; input should be a valid integer"),
         ("evaluation.needles=[[2,3]]", "evaluation.needles.0 is [2, 3]; give a pair [N, R]"),
-        ('data.corpora={"a":"b"}', "data.corpora.a is 'b'; input should be a valid number"),
         ("data.mixture.text=much", "data.mixture.text is 'much'"),
         ("data.mixture={}", "data.mixture is {}; give at least one share above 0"),
         ("train.initial_model=3", "train.initial_model is 3; input should be a valid string"),
@@ -66,7 +65,7 @@ def test_bad_overrides_are_refused(assignment, message):
     ["train.steps=0", "train.batch_size=-1", "data.length=0", "optim.lr=0", "evaluation.samples=0", "train.threads=-1",
      "optim.weight_decay=-0.1", "data.recall.pairs=0", "optim.eps=-1", "optim.betas=[1.5,2]", "train.seed=-1",
      "train.seed=4294967296", 'data.mixture={"text": -1, "recall": 1}', 'data.mixture={"text": 0}', "data.max_bytes=0",
-     'data.corpora={"a": 0}', "data.needles.counts=[]", "data.needles.queries=[0]", "train.loss_chunk=-5",
+     "data.needles.counts=[]", "data.needles.queries=[0]", "train.loss_chunk=-5",
      "train.parallel.strategy=zero", "train.parallel.tensor_parallel=0", "train.parallel.stall_seconds=-1"],
 )  # fmt: skip
 def test_values_out_of_range_are_refused(assignment):

@@ -3,9 +3,71 @@
 import threading
 import time
 
+import numpy as np
 import pytest
 
-from diff_transformer.train.training_data import prefetched
+from diff_transformer.data.documents import Document
+from diff_transformer.data.filler import Filler
+from diff_transformer.data.prepare import PrepareConfig, prepare
+from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
+from diff_transformer.data.tokens import PreparedCorpus
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.train.config import override
+from diff_transformer.train.loop import train
+from diff_transformer.train.training_data import _tokens, load_training_data, prefetched
+
+
+@pytest.fixture(scope="module")
+def foxes(tmp_path_factory):
+    """A prepared folder."""
+    root = tmp_path_factory.mktemp("folders")
+    for i in range(24):
+        path = root / "text" / ("val" if i % 4 == 0 else "train") / f"{i}.txt"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(" ".join(f"the fox walks over hill {i} and river {j}." for j in range(10 + 5 * i)))
+    return prepare(PrepareConfig((str(root / "text"),), vocab_size=290), root / "foxes")
+
+
+@pytest.fixture(scope="module")
+def config(foxes):
+    own = [f"data.corpus={foxes}", "data.max_bytes=null", 'data.mixture={"text": 1.0}']
+    return override(recipe("debug"), own)
+
+
+def test_a_prepared_folder_is_what_training_reads(config, foxes, tmp_path):
+    training_data = load_training_data(config)
+    assert isinstance(training_data.text.source, PreparedCorpus)
+    assert training_data.text.source.seed == config.train.seed
+    hash_of_folder = tokenizer_hash(load_tokenizer(foxes / "tokenizer"))
+    assert tokenizer_hash(training_data.tokenizer) == hash_of_folder
+    decoded = training_data.tokenizer.batch_decode(training_data.validation)
+    assert all("fox" in text for text in decoded)
+    held_out = "".join(document.text for document in training_data.corpus.validation)
+    assert all(part in held_out for text in decoded for part in text.split("<|endoftext|>"))
+    assert training_data.validation.shape[1] == config.data.length
+    assert Filler(training_data.corpus.train).words
+    np.testing.assert_array_equal(training_data.text.tokens(), training_data.text.source.tokens[:])
+    trained = train(override(config, ["train.steps=2", "train.validation_rows=2"]), tmp_path / "run")
+    assert tokenizer_hash(load_tokenizer(trained.folder / "model")) == hash_of_folder
+
+
+def test_another_end_of_text_makes_other_tokens(monkeypatch, tmp_path):
+    monkeypatch.setenv("DIFF_TRANSFORMER_CACHE", str(tmp_path))
+    documents = [Document("a", "one"), Document("b", "two")]
+    for tokenizer in (byte_tokenizer(), byte_tokenizer()):
+        tokens = _tokens(documents, tokenizer)
+        assert tokens[3] == tokenizer.eos_token_id
+    tokenizer.eos_token = tokenizer.pad_token
+    assert _tokens(documents, tokenizer)[3] == tokenizer.eos_token_id != tokens[3]
+
+
+def test_settings_that_do_not_fit_a_prepared_folder_are_refused(config):
+    for change, message in [
+        ("model.vocab_size=288", "ids up to 289, model.vocab_size is 288; set model.vocab_size to at least 290"),
+        ("data.length=90000", "less than one window of 90000"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            load_training_data(override(config, [change]))
 
 
 def test_batches_come_in_order_and_no_more_are_made_meanwhile():

@@ -137,7 +137,7 @@ def prepare(
         typer.Argument(help='"python", text, JSON lines, .parquet, also compressed, a folder of them, hub:NAME.'),
     ] = None,
     out: Annotated[Path | None, typer.Option("--out", help="Folder for the tokens; must be new.")] = None,
-    tokenizer: Annotated[str | None, typer.Option(help="bpe (default), bytes, cl100k, a folder or hub name.")] = None,
+    tokenizer: Annotated[str | None, typer.Option(help="bpe (default), bytes, a folder or hub name.")] = None,
     vocab_size: Annotated[int | None, typer.Option(help="Tokens of bpe; 32768 by default.")] = None,
     field: Annotated[str | None, typer.Option(help='Field or column that holds the text; "text" by default.')] = None,
     validation: Annotated[float | None, typer.Option(help="Held-out share of documents; 0.01 by default.")] = None,

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-import unicodedata
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -18,10 +17,9 @@ from diff_transformer.errors import UserError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-MAX_WORD = 40  # characters; longer runs without a space are data, or text in a script without spaces
+MAX_WORD = 40  # characters; longer runs without a space are data
 _MAGIC_NUMBER = re.compile(r"\bmagic\W{1,3}numbers?\b", re.IGNORECASE)
 _SENTENCE_GAP = re.compile(r"(?<=[.!?]) ")
-_CLAUSE = re.compile(r"[^。．！？；：，、｡､]+[。．！？；：，、｡､]*[」』）】》”’]*|[。．！？；：，、｡､」』）】》”’]+")
 _ENDS_TRIED = 64
 _COMPARED = 4096  # words, to compare their tokens with those of their text
 
@@ -47,9 +45,8 @@ class FillerTokens:
 class Filler:
     """The words of ``documents``, each with one space before it, whatever white space the document has there.
 
-    Text in a script without spaces (Chinese, Japanese, Thai) is cut into clauses, with a space only where the document
-    has one. Left out are sentences about magic numbers, other words of more than 40 characters, and words with ``<|``,
-    which special tokens have. Above ``max_bytes``, the same share of every document is used, from its start.
+    Left out are sentences about magic numbers, words of more than 40 characters, and words with ``<|``, which special
+    tokens have. Above ``max_bytes``, the same share of every document is used, from its start.
 
     Raises:
         UserError: if no word is left.
@@ -63,10 +60,9 @@ class Filler:
             text = " ".join(document.text[: int(len(document.text) * share)].split())
             if _MAGIC_NUMBER.search(text):
                 text = " ".join(part for part in _SENTENCE_GAP.split(text) if not _MAGIC_NUMBER.search(part))
-            for word in text.split():
-                self.words += _pieces(f" {word}")
+            self.words += [f" {word}" for word in text.split() if len(word) <= MAX_WORD and "<|" not in word]
         if not self.words:
-            raise UserError(f"{len(documents)} documents hold no words to use as filler; give documents of plain text")
+            raise UserError(f"{len(documents)} documents hold no words to use as filler; give text with spaces")
         self._tokens: dict[int, tuple[PreTrainedTokenizerFast, FillerTokens]] = {}
 
     def without(self, spellings: Iterable[str]) -> Filler:
@@ -108,22 +104,6 @@ class Filler:
         first = np.searchsorted(starts, wanted)
         best = int(np.argmin(starts[first] - wanted))
         return int(first[best]), int(last[best])
-
-
-def _pieces(word: str) -> Iterator[str]:
-    """The words of filler in ``word``, a space and a run of text without one: itself, its clauses, or none."""
-    if "<|" in word:
-        return
-    if len(word) <= MAX_WORD + 1:
-        yield word
-    elif 2 * sum(unicodedata.category(character) == "Lo" for character in word) > len(word):  # letters without case
-        for clause in _CLAUSE.findall(word):
-            start = 0
-            for end in range(1, len(clause) + 1):
-                whole = end == len(clause) or unicodedata.category(clause[end]) not in ("Mn", "Mc")
-                if end == len(clause) or (end - start >= MAX_WORD and whole):
-                    yield clause[start:end]
-                    start = end
 
 
 def _tokenise(words: list[str], tokenizer: PreTrainedTokenizerFast) -> FillerTokens:

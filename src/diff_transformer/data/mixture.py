@@ -1,4 +1,4 @@
-"""Several sources of rows in one batch, or as one source, in fixed proportions."""
+"""Several sources of rows in one batch, in fixed proportions."""
 
 from collections.abc import Iterator, Mapping
 from typing import Protocol, TypedDict
@@ -9,7 +9,6 @@ from diff_transformer.data.seeding import training_rng
 from diff_transformer.errors import UserError
 
 IGNORED = -100  # the label of a token without loss
-PERIOD = 10_000  # rows of WeightedCorpora
 
 
 class RowSource(Protocol):
@@ -96,53 +95,3 @@ def apportion(weights: Mapping[str, float], rows: int) -> dict[str, int]:
     for name in by_remainder[: rows - sum(shares.values())]:
         shares[name] += 1
     return shares
-
-
-class WeightedCorpora:
-    """Several sources of rows as one, by weight.
-
-    Every period of 10,000 rows has the same number of rows of each source, in an order drawn from (seed, period). The
-    rows of a source come in their order, so that an epoch of it repeats and leaves out none. Row i is a pure function
-    of (seed, i).
-
-    Args:
-        sources: by name; their rows have one length.
-        weights: a positive number for each name.
-
-    Raises:
-        UserError: for a weight below 1 / 10,000 of their sum.
-    """
-
-    def __init__(self, sources: Mapping[str, RowSource], weights: Mapping[str, float], seed: int = 0):
-        self.sources, self.seed = list(sources.values()), seed
-        self.length = self.sources[0].length
-        shares = apportion({name: weights[name] for name in sources}, PERIOD)
-        rare = [name for name, share in shares.items() if not share]
-        if rare:
-            raise UserError(f"the weight of {', '.join(rare)} is below 1 in {PERIOD}; give more, or leave it out")
-        self.rows_per_period = np.array(list(shares.values()))
-        self._period: tuple[int, np.ndarray, np.ndarray] | None = None
-
-    def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
-        """(input_ids, labels) of rows ``first`` to ``first + count``, int64 [count, length]."""
-        ids, labels = (np.empty((count, self.length), np.int64) for _ in range(2))
-        for place in range(count):
-            which, row = self.origin(first + place)
-            row_ids, row_labels = self.sources[which].rows(row, 1)
-            ids[place], labels[place] = row_ids[0], row_labels[0]
-        return ids, labels
-
-    def origin(self, index: int) -> tuple[int, int]:
-        """(index of the source, row of that source) for row ``index``."""
-        period, place = divmod(index, PERIOD)
-        if self._period is None or self._period[0] != period:
-            order = training_rng(self.seed, "corpora", period).permutation(
-                np.repeat(np.arange(len(self.sources)), self.rows_per_period)
-            )
-            rank = np.empty(PERIOD, np.int64)
-            for which, share in enumerate(self.rows_per_period):
-                rank[order == which] = np.arange(share)
-            self._period = period, order, rank
-        _, order, rank = self._period
-        which = int(order[place])
-        return which, int(period * self.rows_per_period[which] + rank[place])

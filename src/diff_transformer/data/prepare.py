@@ -8,7 +8,6 @@ processes or machines.
 from __future__ import annotations
 
 import json
-from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -25,12 +24,9 @@ from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.sources import SPLITS, Reader, Source, find_sources
 from diff_transformer.data.tokenizer import encode_all, ids_of, load_tokenizer, tokenizer_hash, train_tokenizer
 from diff_transformer.data.tokens import (
-    DOCUMENT_DTYPE,
-    DOCUMENTS,
     PLAN,
     SHARDS,
     TOKENIZER,
-    TOKENS,
     checksum,
     damage,
     is_prepared,
@@ -52,8 +48,8 @@ class PrepareConfig:
     """Settings of ``prepare``. They and the sources determine the folder to the byte."""
 
     sources: tuple[str, ...]  # texts to read, in this order (``sources.find_sources``)
-    # "bpe" (byte-level, trained on a sample of the sources), "bytes", "cl100k", a folder written by save_pretrained, or
-    # a name on the Hugging Face hub
+    # "bpe" (byte-level, trained on a sample of the sources), "bytes", a folder written by save_pretrained, or a name on
+    # the Hugging Face hub
     tokenizer: str = "bpe"
     vocab_size: PositiveInt = 32_768  # of "bpe", special tokens included
     # that "bpe" is trained on: an equal share from the beginning of each file
@@ -160,7 +156,7 @@ def totals(folder: Path | str) -> dict[str, Counter[str]]:
     sums: dict[str, Counter[str]] = {name: Counter() for name in (*SPLITS, "left_out")}
     for record in filter(None, read_records(folder)):
         for name, counts in sums.items():
-            counts.update({key: value for key, value in record[name].items() if key != "checksums"})
+            counts.update({key: value for key, value in record[name].items() if key != "checksum"})
     return sums
 
 
@@ -208,22 +204,18 @@ def write_task(
     """
     tokenizer, end, dtype = load_tokenizer(out / TOKENIZER), plan["tokenizer"]["end_of_text"], plan["dtype"]
     record: dict[str, Any] = {split: {"tokens": 0, "documents": 0, "text_bytes": 0} for split in SPLITS}
-    starts = {split: array("q") for split in SPLITS}
     with ExitStack() as stack:
-        partial = {split: stack.enter_context(replacing(shard(out, split, task, TOKENS))) for split in SPLITS}
+        partial = {split: stack.enter_context(replacing(shard(out, split, task))) for split in SPLITS}
         files = {split: stack.enter_context(partial[split].open("wb")) for split in SPLITS}
         for batch in _batches(texts):
             for (split, text), ids in zip(batch, encode_all(tokenizer, [text for _, text in batch]), strict=True):
                 side, tokens = record[split], np.append(ids, end).astype(dtype)
-                starts[split].append(side["tokens"])
                 files[split].write(tokens.data)
                 side["tokens"] += len(tokens)
                 side["documents"] += 1
                 side["text_bytes"] += len(text.encode())
     for split in SPLITS:
-        write_whole(shard(out, split, task, DOCUMENTS), np.array(starts[split], DOCUMENT_DTYPE).tobytes())
-        checksums = {ending: checksum(shard(out, split, task, ending)) for ending in (TOKENS, DOCUMENTS)}
-        record[split]["checksums"] = checksums
+        record[split]["checksum"] = checksum(shard(out, split, task))
     write_whole(out / SHARDS / f"{task:05d}.json", json.dumps({**record, "left_out": left_out}, indent=1) + "\n")
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
-from diff_transformer.checks import first_line, require_extra
+from diff_transformer.checks import first_line
 from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
@@ -28,12 +28,6 @@ MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
 
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
 PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-
-# cl100k's pieces; tiktoken writes the pattern with possessive quantifiers.
-CL100K_PIECES = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s+\z|\s*[\r\n]+|"
-    r"\s+(?!\S)|\s+"
-)
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -87,30 +81,6 @@ def byte_tokenizer() -> PreTrainedTokenizerFast:
     return _wrap(backend)
 
 
-def cl100k_tokenizer() -> PreTrainedTokenizerFast:
-    """The tokenizer of the paper's 3B models (appendix C), from tiktoken's ranks: texts have the same ids.
-
-    tiktoken downloads the ranks once, or finds them in ``TIKTOKEN_CACHE_DIR``.
-
-    Raises:
-        UserError: if ``tiktoken`` is not installed, or the ranks cannot be downloaded.
-    """
-    require_extra("data", "the tokenizer cl100k", "tiktoken")
-    from tiktoken_ext.openai_public import cl100k_base
-    from transformers.convert_slow_tokenizer import TikTokenConverter
-
-    try:
-        definition = cl100k_base()
-    except Exception as error:  # the type depends on the library's version and on where it fails
-        raise UserError(
-            f"tiktoken has no copy of cl100k_base and cannot download it ({first_line(error)}); connect this machine "
-            "once, or copy TIKTOKEN_CACHE_DIR from one that has it"
-        ) from error
-    converter: Any = TikTokenConverter(pattern=CL100K_PIECES, extra_special_tokens=[*definition["special_tokens"]])
-    converter.load_tiktoken_bpe = lambda _: definition["mergeable_ranks"]
-    return _wrap(converter.converted(), pad=END_OF_TEXT)
-
-
 def tokenizer_of(state: str) -> PreTrainedTokenizerFast:
     """A tokenizer of :func:`train_tokenizer`, from the JSON of its ``backend_tokenizer``."""
     from tokenizers import Tokenizer
@@ -122,24 +92,21 @@ def load_tokenizer(name_or_path: str | Path) -> PreTrainedTokenizerFast:
     """The tokenizer with a name or path.
 
     Args:
-        name_or_path: ``"bytes"``, ``"cl100k"``, a folder written by ``save_pretrained``, or a name on the Hugging Face
-            hub.
+        name_or_path: ``"bytes"``, a folder written by ``save_pretrained``, or a name on the Hugging Face hub.
 
     Raises:
         UserError: if there is no such tokenizer, or it has no fast (Rust) backend.
     """
     if str(name_or_path) == "bytes":
         return byte_tokenizer()
-    if str(name_or_path) == "cl100k":
-        return cl100k_tokenizer()
     from transformers import AutoTokenizer
 
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(name_or_path), trust_remote_code=False)
     except Exception as error:  # a damaged file can raise KeyError, TypeError, or a plain Exception
         raise UserError(
-            f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, 'cl100k', or a "
-            f"hub name that is cached or can be downloaded ({first_line(error)})"
+            f"no tokenizer at {str(name_or_path)!r}; give 'bytes', a folder written by save_pretrained, or a hub name "
+            f"that is cached or can be downloaded ({first_line(error)})"
         ) from error
     require_fast(tokenizer)
     return cast("PreTrainedTokenizerFast", tokenizer)
@@ -257,14 +224,14 @@ def _with_spaced_digits(backend: Tokenizer, vocab_size: int) -> BPE:
     return BPE(vocab=vocab, merges=merges)
 
 
-def _wrap(backend: Tokenizer, pad: str = PAD) -> PreTrainedTokenizerFast:
+def _wrap(backend: Tokenizer) -> PreTrainedTokenizerFast:
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=END_OF_TEXT,
         eos_token=END_OF_TEXT,
-        pad_token=pad,
+        pad_token=PAD,
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

@@ -3,7 +3,7 @@
 plan.json        settings, files, tokenizer and dtype; written first
 tokenizer/       as save_pretrained writes it
 shards/          for each task NUMBER.json, its record, written last; for each side SIDE-NUMBER.tokens, in which an end
-                 of text follows every document, and SIDE-NUMBER.documents, where documents begin
+                 of text follows every document
 
 A folder is complete when every task has its record.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import chain, pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,8 +30,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 PLAN, SHARDS, TOKENIZER = "plan.json", "shards", "tokenizer"
-TOKENS, DOCUMENTS = ".tokens", ".documents"
-DOCUMENT_DTYPE = "<i8"
 _DECODED_BYTES = 8_000_000
 _OPEN_AT_ONCE = 128  # each memory map holds a file open
 
@@ -56,7 +53,7 @@ def read_plan(folder: Path | str) -> dict[str, Any]:
 def read_records(folder: Path | str) -> list[dict[str, Any] | None]:
     """The record of each task, None for one that has not finished.
 
-    Its fields: for each side ``tokens``, ``documents``, ``text_bytes`` and ``checksums``; and the counts ``left_out``.
+    Its fields: for each side ``tokens``, ``documents``, ``text_bytes`` and ``checksum``; and the counts ``left_out``.
     """
     tasks = read_plan(folder)["settings"]["tasks"]
     paths = [Path(folder) / SHARDS / f"{task:05d}.json" for task in range(tasks)]
@@ -80,9 +77,9 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     return tokenizer
 
 
-def shard(folder: Path | str, split: str, task: int, ending: str) -> Path:
-    """A file of a task."""
-    return Path(folder) / SHARDS / f"{split}-{task:05d}{ending}"
+def shard(folder: Path | str, split: str, task: int) -> Path:
+    """The tokens of a side of a task."""
+    return Path(folder) / SHARDS / f"{split}-{task:05d}.tokens"
 
 
 def checksum(path: Path) -> str:
@@ -96,15 +93,13 @@ def damage(folder: Path | str, task: int, record: dict[str, Any], *, content: bo
     checksum, as a message; None if there is none."""
     width = np.dtype(read_plan(folder)["dtype"]).itemsize
     for split in SPLITS:
-        sizes = {TOKENS: width * record[split]["tokens"], DOCUMENTS: 8 * record[split]["documents"]}
-        for ending, expected in sizes.items():
-            path = shard(folder, split, task, ending)
-            size = path.stat().st_size if path.exists() else None
-            if size != expected:
-                actual = "is missing" if size is None else f"has {size:,} bytes"
-                return f"{path} {actual}, {expected:,} bytes expected"
-            if content and checksum(path) != record[split]["checksums"][ending]:
-                return f"{path} has another checksum than when it was written: its content has changed"
+        path, expected = shard(folder, split, task), width * record[split]["tokens"]
+        size = path.stat().st_size if path.exists() else None
+        if size != expected:
+            actual = "is missing" if size is None else f"has {size:,} bytes"
+            return f"{path} {actual}, {expected:,} bytes expected"
+        if content and checksum(path) != record[split]["checksum"]:
+            return f"{path} has another checksum than when it was written: its content has changed"
     return None
 
 
@@ -163,18 +158,12 @@ class Shards:
         owner = np.searchsorted(self._ends, positions, side="right")
         for number in np.unique(owner):
             mine = owner == number
-            tokens[mine] = self._map(number, TOKENS)[positions[mine] - self._starts[number]]
+            tokens[mine] = self._map(number)[positions[mine] - self._starts[number]]
         return tokens
 
-    def document_starts(self) -> Iterator[np.ndarray]:
-        """Position of the first token of every document, in order: int64 arrays, one a shard."""
-        for number, record in enumerate(self._records):
-            if record["documents"]:
-                yield self._map(number, DOCUMENTS) + self._starts[number]
-
-    def _open(self, number: int, ending: str) -> np.ndarray:
-        path = shard(self.folder, self.split, number, ending)
-        return np.memmap(path, self.dtype if ending == TOKENS else DOCUMENT_DTYPE, mode="r")
+    def _open(self, number: int) -> np.ndarray:
+        path = shard(self.folder, self.split, number)
+        return np.memmap(path, self.dtype, mode="r")
 
 
 class PreparedCorpus(PackedCorpus):
@@ -194,65 +183,6 @@ class PreparedCorpus(PackedCorpus):
         return offset + permuted(places, self.num_windows, rng) * self.length
 
 
-class LongDocuments(PreparedCorpus):
-    """Rows of a corpus up-sampled by document length, for training at long context.
-
-    Source: section 3.3, after Fu et al., arXiv 2402.10171: long documents are repeated within each corpus, so that the
-    proportions of the corpora do not change.
-
-    A document with at least ``threshold`` tokens, its end of text included, is long. An epoch holds
-
-    - every row of a long document ``factor`` times. Such a row starts a whole number of rows after the beginning of
-      the document. A document of m tokens has max(1, round(m / length)) rows, halves rounded up. A row that reaches
-      beyond its document continues with the tokens that follow in the corpus;
-    - the other documents once, joined and cut into windows as in a PreparedCorpus.
-
-    All rows are shuffled together. Row i is a pure function of (seed, i). Only the places of the long documents are in
-    memory, 32 bytes each.
-
-    Raises:
-        UserError: if no document is long.
-    """
-
-    def __init__(self, tokens: Shards, length: int, *, threshold: int, factor: int, seed: int = 0):
-        super().__init__(tokens, length, seed=seed)
-        bounds = np.concatenate([*tokens.document_starts(), [len(tokens)]])
-        long = np.flatnonzero(np.diff(bounds) >= threshold)
-        if not len(long):
-            raise UserError(
-                f"no document of {tokens.folder} has {threshold} tokens or more; set data.upsample_length lower, or 0 "
-                "for no up-sampling"
-            )
-        self.threshold, self.factor = threshold, factor
-        self._long_starts, sizes = bounds[long], np.diff(bounds)[long]
-        rows = np.maximum(1, (2 * sizes + length) // (2 * length))
-        self._rows_before = np.concatenate([[0], np.cumsum(rows)])  # rows of the long documents before each, then all
-        self._long_before = np.concatenate([[0], np.cumsum(sizes)])  # the same in tokens
-        self._other_before = self._long_starts - self._long_before[:-1]  # other documents' tokens before each long one
-        self.num_other = len(tokens) - int(self._long_before[-1])
-        self._other_windows = self.num_other // length
-        self.num_windows = self._other_windows + factor * int(self._rows_before[-1])
-
-    def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Positions of the tokens of the rows at ``places`` of an epoch: int64 [places, length]."""
-        rng = training_rng(self.seed, "prepared", epoch)
-        offset = rng.integers(max(1, self.num_other))
-        chosen = permuted(places, self.num_windows, rng)
-        other = chosen < self._other_windows
-        positions = np.empty((len(places), self.length), np.int64)
-        steps = np.arange(self.length)
-        if other.any():
-            among = (offset + chosen[other][:, None] * self.length + steps) % self.num_other
-            before = np.searchsorted(self._other_before, among, side="right")  # number of long documents before
-            positions[other] = among + self._long_before[before]
-        row = (chosen[~other] - self._other_windows) % int(self._rows_before[-1])
-        document = np.searchsorted(self._rows_before, row, side="right") - 1
-        within = row - self._rows_before[document]
-        starts = self._long_starts[document] + within * self.length
-        positions[~other] = (starts[:, None] + steps) % len(self.tokens)
-        return positions
-
-
 def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
     """The first documents of both sides, decoded to text: about ``max_bytes`` of each side (default: 8 MB).
 
@@ -265,13 +195,14 @@ def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
 
 def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterator[Document]:
     """Whole documents, up to about ``limit`` bytes; the last one is cut if it is too long."""
-    starts = chain.from_iterable(part.tolist() for part in tokens.document_starts())
-    done = 0
-    for number, (start, end) in enumerate(pairwise(chain(starts, [len(tokens)]))):
-        ids = tokens[start : min(end - 1, start + limit - done)]
-        text = tokenizer.backend_tokenizer.decode(ids.tolist(), skip_special_tokens=False)
+    ids, start, done = tokens[:limit], 0, 0
+    ends = np.flatnonzero(ids == tokenizer.eos_token_id).tolist()
+    for number, end in enumerate(ends if len(ids) == len(tokens) else [*ends, len(ids)]):
+        text = tokenizer.backend_tokenizer.decode(
+            ids[start : min(end, start + limit - done)].tolist(), skip_special_tokens=False
+        )
         if text.strip():
             yield Document(f"{tokens.split}/{number}", text)
-        done += len(text.encode())
+        done, start = done + len(text.encode()), end + 1
         if done >= limit:
             return

@@ -26,8 +26,8 @@ QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
 class Settings:
     """Texts, questions and the judge."""
 
-    # "python" (made from the running Python's documentation), "hub:all" (the six sets of Table 4: xsum, cnn_dailymail,
-    # multi_news, qasper, hotpotqa, 2wikimultihopqa), "hub:NAME", a file, a folder; or several, separated by commas
+    # "python" (made from the running Python's documentation), "hub:OWNER/SET", such as hub:EdinburghNLP/xsum, a file;
+    # or several, separated by commas
     data: str = "python"
     # Items of each set, drawn by the seed (the paper has 100).
     samples: int = 100

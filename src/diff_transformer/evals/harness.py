@@ -23,7 +23,7 @@ from typing import Any
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.sources import suffix_of
-from diff_transformer.data.tasks.python_tasks import descriptions, names
+from diff_transformer.data.tasks.python_tasks import descriptions
 from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import max_positions
@@ -217,13 +217,10 @@ def local_tasks(data: str) -> dict[str, Callable[[], Any]]:
         UserError: for a path that does not exist, or files that cannot be read.
     """
     if data == "python":
-        tasks = {}
-        for name, items in {"python_descriptions": descriptions(), "python_names": names()}.items():
-            rows = [asdict(item) for item in items]
-            scored = len(rows) - len(rows) // 4  # the others are examples, so that no prompt has a later question
-            splits = {"test": rows[:scored], "train": rows[scored:]}
-            tasks[name] = partial(local_task, name, splits)
-        return tasks
+        rows = [asdict(item) for item in descriptions()]
+        scored = len(rows) - len(rows) // 4  # the others are examples, so that no prompt has a later question
+        splits = {"test": rows[:scored], "train": rows[scored:]}
+        return {"python_descriptions": partial(local_task, "python_descriptions", splits)}
     path = Path(data)
     files = sorted(file for file in path.iterdir() if suffix_of(file) in SUFFIXES) if path.is_dir() else [path]
     splits = {}

@@ -47,8 +47,8 @@ _SHORTEST = 256
 class Settings:
     """Many-shot classification."""
 
-    # "python" (which module a docstring is from; offline), "hub:trec", "hub:trec-fine", "hub:banking77",
-    # "hub:clinic150", or a path: a file, or a folder with a training and a test file (.csv, .json, .jsonl, .parquet)
+    # "python" (which module a docstring is from; offline), "hub:OWNER/SET", such as "hub:PolyAI/banking77", or a path:
+    # a file, or a folder with a training and a test file (.csv, .json, .jsonl, .parquet)
     data: str = "python"
     # Numbers of examples to measure at.
     shots: tuple[int, ...] = ()

@@ -130,11 +130,9 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
     """The settings of each experiment of ``evaluation.more``.
 
     Raises:
-        ValueError: for an unknown experiment or setting; for an experiment that is part of every comparison; and for
-            one that reads a corpus but names none, if ``data.corpora`` mixes several.
+        ValueError: for an unknown experiment or setting, and for an experiment that is part of every comparison.
     """
-    corpora = list(config.data.corpora) or [config.data.corpus]
-    general = {"corpus": corpora[0], "length": config.data.length, "seed": config.evaluation.seed}
+    general = {"corpus": config.data.corpus, "length": config.data.length, "seed": config.evaluation.seed}
     if config.train.initial_model is not None:  # also for a class of another library, which was trained on the rest
         general["split"] = "held-out"
     settings = {}
@@ -145,18 +143,12 @@ def more_experiments(config: RunConfig) -> dict[str, Any]:
             raise UserError(f"evaluation.more.{name}: {name} measures no model; leave it out")
         assignments = [f"{key}={json.dumps(value)}" for key, value in own.items()]
         settings[name] = settings_of(name, general, assignments, quick=True, lenient=True)
-        if len(corpora) > 1 and hasattr(settings[name], "corpus") and "corpus" not in own:
-            raise UserError(
-                f"evaluation.more.{name} reads one corpus, and data.corpora has {', '.join(corpora)}; choose one of "
-                f"them, --set evaluation.more.{name}.corpus={corpora[0]}, or leave it out, --set evaluation.more={{}}"
-            )
     return settings
 
 
 def settings_of_run(config: RunConfig) -> dict[str, Any]:
     """The settings of ``PAIR_EVALS`` and ``RECALL`` for the model of a run."""
-    of, length = config.evaluation, config.data.length
-    corpus = next(iter(config.data.corpora), config.data.corpus)
+    of, length, corpus = config.evaluation, config.data.length, config.data.corpus
     needles = {"corpus": corpus, "digits": config.data.needles.digits, "seed": of.seed}
     return {
         "needle": settings_of("needle", {

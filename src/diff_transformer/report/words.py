@@ -93,12 +93,9 @@ def main_claims(verdicts: Verdicts, sides: dict[str, str]) -> str:
 
 
 def corpus_of(data: dict) -> str:
-    """The names of the corpora of a run's ``data`` settings, several with their shares of the text."""
-    corpora = data.get("corpora") or {data.get("corpus", ""): 1.0}
-    names, total = {corpus: Path(corpus).name or corpus for corpus in corpora}, sum(corpora.values())
-    if len(corpora) == 1:
-        return next(iter(names.values()))
-    return ", ".join(f"{names[corpus]} {100 * share / total:.0f} %" for corpus, share in corpora.items())
+    """The name of the corpus of a run's ``data`` settings."""
+    corpus = data.get("corpus", "")
+    return Path(corpus).name or corpus
 
 
 def _than(verdict: Verdict) -> str:
@@ -156,7 +153,7 @@ def caveats(rows: Rows, verdicts: Verdicts) -> list[str]:
         )
     if SOURCE in rows.sides:
         said.append("All models start with the logits of one pretrained Transformer, measured once before training.")
-    if data and len(data.get("corpora") or {}) < 2:
+    if data:
         said.append("One corpus; other text may rank the models differently.")
     if len(verdicts) > 3 and all(verdict.few for of in verdicts.values() for verdict in of.values()):
         said.append("The claims are tested without a correction for multiple tests; some may hold or fail by chance.")

@@ -164,11 +164,12 @@ def override(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
     values = config.to_dict()
     assigned = assign(values, assignments, open_ended=("model.*", "data.mixture.*", "evaluation.more.*"))
     config = RunConfig.from_dict(values)
-    if any(key.startswith("data.corp") for key in assigned) and "model.vocab_size" not in assigned:
-        from diff_transformer.train.text import prepared_vocabulary
+    if "data.corpus" in assigned and "model.vocab_size" not in assigned and "vocab_size" in config.model:
+        from diff_transformer.data.tokenizer import ids_in_rows
+        from diff_transformer.data.tokens import is_prepared, load_prepared_tokenizer
 
-        if (size := prepared_vocabulary(config.data)) is not None and "vocab_size" in config.model:
-            config.model["vocab_size"] = size  # the folder's tokenizer decides
+        if is_prepared(config.data.corpus):  # whose tokenizer decides
+            config.model["vocab_size"] = ids_in_rows(load_prepared_tokenizer(config.data.corpus))
     return config
 
 

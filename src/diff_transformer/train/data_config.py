@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import AfterValidator, Field
 from pydantic.dataclasses import dataclass
 
-from diff_transformer.settings import STRICT, NonNegativeInt, PositiveFloat, PositiveInt
+from diff_transformer.settings import STRICT, PositiveInt
 
 NO_CORPUS = "none"  # value of `data.corpus`
 SOURCES = ("text", "needles", "recall")
@@ -53,16 +53,10 @@ class DataConfig:
     # "python", a file or folder of text, JSON lines or parquet, "hub:NAME", a folder that `diff-transformer prepare`
     # made, or "none" (recall alone)
     corpus: str = "python"
-    # several prepared folders with their weights, instead of `corpus`
-    corpora: dict[str, PositiveFloat] = field(default_factory=dict)
     max_bytes: PositiveInt | None = None  # bytes of the corpus, at most; None for all of it
-    # "bpe" (trained on the corpus; a prepared folder brings its own), "bytes", "cl100k", or a folder or hub name
+    # "bpe" (trained on the corpus; a prepared folder brings its own), "bytes", or a folder or hub name
     tokenizer: str = "bpe"
     length: PositiveInt = 128  # tokens a row
-    # a document of a prepared folder with at least this many tokens is long: rows start at its beginning, and an epoch
-    # holds it `upsample_factor` times (section 3.3); 0 for no long documents
-    upsample_length: NonNegativeInt = 0
-    upsample_factor: PositiveInt = 4  # how often an epoch holds a long document
     # share of the rows of a batch by source: "text", "needles" or "recall"
     mixture: Annotated[dict[str, Share], AfterValidator(_shares)] = field(default_factory=lambda: {"text": 1.0})
     # "tokens": mean over all labelled tokens. "sources": mean over each source's tokens, weighted by the source's

@@ -132,7 +132,7 @@ def describe(plan: Any) -> str:
     lines = [
         f"{config.name}: {kind}, {cost.total_parameters:,} parameters from {plan.source or f'seed {settings.seed}'}",
         f"{settings.steps:,} steps of {settings.batch_size:,} rows of {config.data.length:,} tokens, "
-        f"{tokens:,} in all, of {', '.join(config.data.corpora) or config.data.corpus}",
+        f"{tokens:,} in all, of {config.data.corpus}",
         f"{plan.world} process{'es' * (plan.world > 1)} ({plan.strategy}), {settings.precision}; a checkpoint every "
         f"{settings.checkpoint_every:,} steps",
         time,

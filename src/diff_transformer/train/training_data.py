@@ -14,33 +14,52 @@ import torch
 from torch import Tensor
 
 from diff_transformer.data.cache import cached, fingerprint
-from diff_transformer.data.documents import Corpus
+from diff_transformer.data.corpus import load_corpus
+from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.kv_recall_task import RecallSource, answer_labels, make_recall_batch
 from diff_transformer.data.mixture import Mixture
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
+from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_of, train_tokenizer
+from diff_transformer.data.sources import SPLITS
+from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash, tokenizer_of, train_tokenizer
+from diff_transformer.data.tokens import PreparedCorpus, Shards, decoded_corpus, is_prepared, load_prepared_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.data_config import NO_CORPUS, DataConfig
 from diff_transformer.train.plan import vocabulary_size
-from diff_transformer.train.text import Text, load_text
+from diff_transformer.train.ranks import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 _TOKENIZER_BYTES = 5_000_000  # of the corpus, to train the tokenizer on
 _TOKENIZER_NEEDLES = 20_000
+_TOKENS_COUNTED = 20_000_000
 _AHEAD = 2  # batches
+
+
+@dataclass(frozen=True)
+class Text:
+    """The text of a run, as documents and as rows of tokens."""
+
+    corpus: Corpus  # documents; of a prepared folder the first ones
+    tokenizer: "PreTrainedTokenizerFast"
+    source: PackedCorpus  # rows to train on
+    held_out: PackedCorpus  # held-out rows
+
+    def tokens(self) -> np.ndarray:
+        """Training tokens [N] to count n-grams in: the first 20 million."""
+        return np.asarray(self.source.tokens[:_TOKENS_COUNTED])
 
 
 @dataclass(frozen=True)
 class TrainingData:
     """Everything that training reads."""
 
-    corpus: Corpus  # documents; of prepared folders the first ones
+    corpus: Corpus  # documents; of a prepared folder the first ones
     tokenizer: "PreTrainedTokenizerFast"
     text: Text | None  # where the rows of text come from; None for the corpus "none"
     mixture: Mixture
@@ -91,7 +110,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
     shares, vocab_size, rows = data.shares, vocabulary_size(config), config.train.validation_rows
     text, corpus, sources, questions = None, Corpus(NO_CORPUS, [], [], "no text"), {}, {}
     if data.corpus != NO_CORPUS:
-        text = load_text(data, seed, lambda corpus: make_tokenizer(data, corpus, vocab_size))
+        text = load_text(data, seed, vocab_size)
         corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source
     elif [*shares] == ["recall"] and data.tokenizer != "bpe":
         tokenizer = make_tokenizer(data, corpus, vocab_size)
@@ -118,10 +137,35 @@ def load_training_data(config: RunConfig) -> TrainingData:
     mixture = Mixture({name: sources[name] for name in shares}, shares, config.train.batch_size, seed)
     held_out = {name: (torch.from_numpy(ids), torch.from_numpy(labels)) for name, (ids, labels) in questions.items()}
     if text is not None:
-        validation = labels = torch.from_numpy(text.validation_rows(rows))
+        validation = labels = torch.from_numpy(text.held_out.spread(rows))
     else:
         validation, labels = held_out["recall"]  # recall is the only source
     return TrainingData(corpus, tokenizer, text, mixture, validation, labels, held_out)
+
+
+def load_text(data: DataConfig, seed: int, vocab_size: int) -> Text:
+    """The text that ``data.corpus`` names: tokenised in memory, or a prepared folder that stays on the disk.
+
+    Raises:
+        UserError: for text or a tokenizer that cannot be loaded.
+    """
+    name, length = data.corpus, data.length
+    if not is_prepared(name):
+        corpus = load_corpus(name, max_bytes=data.max_bytes)
+        tokenizer = make_tokenizer(data, corpus, vocab_size)
+        train, validation = (_tokens(side, tokenizer) for side in (corpus.train, corpus.validation))
+        source = PackedCorpus(train, length, seed=seed)
+        return Text(corpus, tokenizer, source, PackedCorpus(validation, length, shuffle=False))
+    train, validation = (Shards(name, side, check=is_first()) for side in SPLITS)
+    source = PreparedCorpus(train, length, seed=seed)
+    held_out = PackedCorpus(validation, length, shuffle=False)
+    return Text(decoded_corpus(name), load_prepared_tokenizer(name), source, held_out)
+
+
+def _tokens(documents: list[Document], tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
+    texts = (document.text for document in documents)
+    key = fingerprint(texts, "tokens", tokenizer_hash(tokenizer), tokenizer.eos_token_id)
+    return cached(key, lambda: pack_documents(documents, tokenizer))
 
 
 def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bool = False) -> NeedleSource:

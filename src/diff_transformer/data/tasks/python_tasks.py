@@ -16,7 +16,7 @@ import functools
 import re
 import sysconfig
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,12 +64,14 @@ def lookups(seed: int = 0) -> list[GroundedItem]:
 
 def descriptions(seed: int = 0) -> list[MultipleChoiceItem]:
     """Multiple choice: which of four descriptions belongs to a name."""
-    return _choices(seed, "descriptions", "summary", lambda entry: f"What does {entry.name} do?")
-
-
-def names(seed: int = 0) -> list[MultipleChoiceItem]:
-    """Multiple choice: which of four names belongs to a description."""
-    return _choices(seed, "names", "name", lambda entry: f"Which name has this description? {entry.summary}")
+    entries, items = documented(), []
+    for index, entry in enumerate(entries):
+        rng = evaluation_rng(seed, "choices", "summary", index)
+        picked = [index, *_others(rng, entries, index, CHOICES - 1)]
+        order = [int(i) for i in rng.permutation(CHOICES)]
+        choices = tuple(entries[picked[i]].summary for i in order)
+        items.append(MultipleChoiceItem(f"What does {entry.name} do?", choices, order.index(0)))
+    return _shuffled(items, seed, "descriptions")
 
 
 @functools.cache
@@ -109,18 +111,6 @@ def documented_in(tree: ast.Module) -> list[Documented]:
         if SUMMARY_CHARACTERS[0] <= len(summary) <= SUMMARY_CHARACTERS[1]:
             names.append(Documented(node.name, summary, body))
     return names
-
-
-def _choices(seed: int, key: str, field: str, ask: Callable[[Documented], str]) -> list[MultipleChoiceItem]:
-    """A question for each documented name, to be answered by its ``field`` among those of three others."""
-    entries, items = documented(), []
-    for index, entry in enumerate(entries):
-        rng = evaluation_rng(seed, "choices", field, index)
-        picked = [index, *_others(rng, entries, index, CHOICES - 1)]
-        order = [int(i) for i in rng.permutation(CHOICES)]
-        choices = tuple(getattr(entries[picked[i]], field) for i in order)
-        items.append(MultipleChoiceItem(ask(entry), choices, order.index(0)))
-    return _shuffled(items, seed, key)
 
 
 def _others(rng, entries, index: int, count: int) -> list[int]:

@@ -5,19 +5,19 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import first_line, require_extra
-from diff_transformer.data.sources import PACKED_SUFFIXES, read_text, suffix_of
+from diff_transformer.data.sources import PACKED_SUFFIXES, hub_query, read_text, suffix_of
 from diff_transformer.errors import UserError
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet")
 _SIDES = ("test", "validation", "dev", "train")
 
 
-def rows_of(name: str, *, config: str | None = None, split: str | None = None, revision: str | None = None) -> list:
-    """The rows of a file, or of ``hub:NAME``, as dictionaries. Class labels are their names.
+def rows_of(name: str, *, split: str | None = None) -> list:
+    """The rows of a set, as dictionaries. Class labels are their names.
 
     Args:
-        config, revision: of a data set of the hub.
-        split: of a data set of the hub; by default the first that it has of test, validation, dev, train.
+        name: a file; a folder with a file for each split; or ``hub:NAME[?config=...&split=...&revision=...]``.
+        split: of a folder or a data set of the hub; by default the first that it has of test, validation, dev, train.
 
     Raises:
         UserError: for a path that does not exist, a file that cannot be read, one without rows, and a data set that
@@ -25,9 +25,9 @@ def rows_of(name: str, *, config: str | None = None, split: str | None = None, r
     """
     path = Path(name).expanduser()
     kind = suffix_of(path)
-    if not name.startswith("hub:") and (not path.is_file() or kind not in SUFFIXES):
+    if not name.startswith("hub:") and not path.is_dir() and (not path.is_file() or kind not in SUFFIXES):
         raise UserError(f"no file at {name}; give {', '.join(SUFFIXES)}, also .gz, .zst, .bz2, .xz, or hub:NAME")
-    rows = _json(path) if kind in (".json", ".jsonl") else _dataset(name, kind, config, split, revision)
+    rows = _json(path) if kind in (".json", ".jsonl") else _dataset(name, kind, split)
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no rows; give JSON lines, or a JSON list, of objects")
     return rows
@@ -41,33 +41,30 @@ def stem_of(path: Path) -> str:
 def _json(path: Path) -> list:
     text = read_text(path)
     try:
-        value = json.loads(text)
-        return value if isinstance(value, list) else [value]
-    except ValueError:  # perhaps JSON lines
-        pass
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            raise UserError(f"{path}, line {number} is not JSON: {first_line(error)}") from None
-    return rows
+        if text.lstrip().startswith("["):
+            return json.loads(text)
+        return [json.loads(line) for line in text.split("\n") if line.strip()]
+    except ValueError as error:
+        raise UserError(f"{path} is neither a JSON list nor JSON lines: {first_line(error)}") from None
 
 
-def _dataset(name: str, kind: str, config: str | None, split: str | None, revision: str | None) -> list[dict]:
+def _dataset(name: str, kind: str, split: str | None) -> list[dict]:
     require_extra("data", f"reading {name}", "datasets")
     import datasets
 
-    hub = name.startswith("hub:")
+    is_file = not name.startswith("hub:") and kind in SUFFIXES
+    repository, options = hub_query(name)
     try:
-        if hub:
-            rows: Any = datasets.load_dataset(name.removeprefix("hub:"), config, split=split, revision=revision)
+        if is_file:
+            rows: Any = datasets.load_dataset(kind.removeprefix("."), data_files=name)
         else:
-            rows = datasets.load_dataset(kind.removeprefix("."), data_files=name)
+            rows = datasets.load_dataset(
+                repository, options.get("config"), split=split or options.get("split"), revision=options.get("revision")
+            )
         if isinstance(rows, dict):
             rows = rows[next(side for side in (*_SIDES, *rows) if side in rows)]
     except Exception as error:  # the type depends on the library's version and on where it fails
-        advice = "; connect this machine, give the set as a local file, or data=python" if hub else ""
+        advice = "" if is_file else "; connect this machine, give the set as a local file, or data=python"
         raise UserError(f"{name} cannot be read ({type(error).__name__}: {first_line(error)}){advice}") from error
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.ClassLabel):

@@ -1,8 +1,9 @@
 """The paper's own runs (arXiv 2410.05258), each with its matched Transformer: the same name ending in ``_baseline``.
 
-All of them read a corpus prepared with the cl100k tokenizer (vocabulary of 100,288 with padding):
+All of them read a corpus prepared with the cl100k tokenizer (vocabulary of 100,288 with padding), as a copy on the hub
+has it:
 
-    diff-transformer prepare SOURCE... --tokenizer cl100k --out corpus
+    diff-transformer prepare SOURCE... --tokenizer Xenova/gpt-4 --out corpus
     torchrun --nproc-per-node 8 -m diff_transformer train --recipe NAME --set data.corpus=corpus --out runs/NAME
 
 Times below are estimates of ``model.cost`` at 40 % utilisation of H100s (989 TFLOP/s in bf16). docs/pretraining.md has
@@ -86,14 +87,14 @@ def scaling(size: str, learning_rate: str = "arxiv") -> RunConfig:
 
 
 def long_context_64k() -> RunConfig:
-    """The 3B model continued at 64K for 1.5B tokens on a corpus up-sampled by length (section 3.3).
+    """The 3B model continued at 64K for 1.5B tokens (section 3.3).
 
     The rotary base is 640,000. Eight GPUs share a row (``train.parallel.context_parallel``; 1 for a single GPU).
 
     Command: that of the module with NAME ``long_context_64k`` and ``--set train.initial_model=FOLDER``, the final model
-    of ``paper_3b``. Hardware and time: 64 H100s, an hour a model. The paper does not say how it up-samples; here
-    documents of at least 32K tokens appear four times. Nor does it give a schedule; here 20 steps of warm-up (about 5 %
-    of the run, as usual for continued training), then a decay to 4 % of the rate, as in the 3B run.
+    of ``paper_3b``. Hardware and time: 64 H100s, an hour a model. The paper up-samples long documents, without saying
+    how: prepare such a corpus. Nor does it give a schedule; here 20 steps of warm-up (about 5 % of the run, as usual
+    for continued training), then a decay to 4 % of the rate, as in the 3B run.
     Expected: needles at 25 % depth of 64K found 76 points more often than by the Transformer (Figure 5).
     """
     config = paper_3b()
@@ -102,7 +103,7 @@ def long_context_64k() -> RunConfig:
         "max_position_embeddings": 65_536,
         "rope_parameters": {"rope_type": "default", "rope_theta": 640_000.0},
     }
-    config.data = dataclasses.replace(config.data, length=65_536, upsample_length=32_768, upsample_factor=4)
+    config.data = dataclasses.replace(config.data, length=65_536)
     config.optim = dataclasses.replace(config.optim, lr=8e-5, warmup_steps=20)
     config.train = _cluster(steps=358, batch_size=64, length=65_536)  # 4,194,304 tokens a step, 1.50e9 in all
     config.train.micro_batch_size, config.train.parallel.context_parallel = 2, 8
