@@ -10,11 +10,10 @@ import torch
 import torch.nn.functional as F
 
 from diff_transformer import DiffTransformerConfig
-from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention
 from diff_transformer.model.heads import CORES
 from diff_transformer.model.inputs import Visible
-from diff_transformer.serving.vllm.checks import CheckedWeights, check_parallel, check_version
+from diff_transformer.serving.vllm.checks import check_parallel
 
 SIZES = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 
@@ -84,31 +83,6 @@ def test_a_core_is_whole_in_its_state_dict(cores, attention):
     copy.load_state_dict(source.state_dict())
     out, hidden = torch.randn(5, config.heads.queries, config.heads.value_dim), torch.randn(5, 32)
     torch.testing.assert_close(copy(out, hidden), source(out, hidden), rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("lost", ["a.q_proj.weight", "a.core.lam.lambda_k2"])
-def test_missing_tensors_of_quantised_weights_are_noticed(lost):
-    expected = ("a.q_proj.weight", "a.k_proj.weight", "a.core.lam.lambda_k2")
-    stored = ["a.q_proj.weight_packed", "a.q_proj.weight_scale", "a.k_proj.weight", "a.core.lam.lambda_k2"]
-    for kept, complete in ((stored, True), ([x for x in stored if not x.startswith(lost)], False)):
-        checked = CheckedWeights(expected, quantized=True)
-        assert [name for name, _ in checked.check((name, torch.zeros(3)) for name in kept)] == kept
-        if complete:
-            checked.require_all()
-        else:
-            with pytest.raises(ValueError, match=f"lacks 1 of the model's 3 tensors: {lost}"):
-                checked.require_all()
-
-
-@pytest.mark.parametrize("version", [(0, 32, 0), (0, 1, "dev123+g12345"), (0, 40, 0)])
-def test_a_version_of_vllm_that_may_work(version, caplog):
-    check_version(version)
-    assert bool(caplog.records) is (version != (0, 32, 0))  # a warning
-
-
-def test_a_version_of_vllm_that_is_too_old():
-    with pytest.raises(UserError, match=r"needs vLLM 0.32 or newer.*pip install 'vllm>=0.32'"):
-        check_version((0, 20, 1))
 
 
 @pytest.mark.parametrize(

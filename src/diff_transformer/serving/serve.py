@@ -20,9 +20,7 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
         engine: "vllm", "transformers", or "auto": vLLM where it is installed.
 
     Raises:
-        FileNotFoundError: no model at this folder.
-        ValueError: an unknown engine.
-        RuntimeError: the engine is not installed.
+        UserError: no model at this folder, an unknown engine, or one that is not installed.
     """
     if engine not in ENGINES:
         raise UserError(f"engine is {engine!r}; give {', '.join(ENGINES)}")

@@ -20,7 +20,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.selector import get_attn_backend
 
 from diff_transformer.errors import UserError
-from diff_transformer.serving.vllm.checks import WIDTHS, head_widths, too_wide
+from diff_transformer.serving.vllm.checks import WIDTHS, head_widths
 from diff_transformer.serving.vllm.cores import core_of
 
 
@@ -105,7 +105,7 @@ def cache_width(width: int, cache_dtype: str, *, has_window: bool) -> int:
         cache_dtype: vLLM's name of the cache's dtype; the model's is PyTorch's default while vLLM makes it.
 
     Raises:
-        ValueError: if there is none.
+        UserError: if there is none.
     """
     for candidate in (width, *(wider for wider in WIDTHS if wider > width)):
         try:
@@ -114,4 +114,7 @@ def cache_width(width: int, cache_dtype: str, *, has_window: bool) -> int:
             continue
         if backend.supports_head_size(candidate):
             return candidate
-    raise UserError(too_wide(width))
+    raise UserError(
+        f"this model needs heads of width {width} in vLLM's cache (two keys side by side, or a value), which vLLM's "
+        "attention does not take here; serve it with `diff-transformer serve --engine transformers`"
+    )

@@ -1,18 +1,15 @@
 """vLLM's hooks for a model's configuration."""
 
-from vllm import __version_tuple__ as version
 from vllm.model_executor.models.config import VerifyAndUpdateConfig
 from vllm.transformers_utils.config import HFConfigParser
 from vllm.transformers_utils.model_arch_config_convertor import ModelArchConfigConvertorBase
 
-from diff_transformer.errors import UserError
 from diff_transformer.serving.vllm.checks import (
     DIFFERENTIAL,
     check_config,
     check_differential,
     check_differential_ranks,
     check_parallel,
-    check_version,
 )
 
 
@@ -21,18 +18,10 @@ class ConfigCheck(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_config(vllm_config) -> None:
-        """Raise what ``check_version``, ``check_config`` and ``check_parallel`` raise."""
+        """Raise what ``check_config`` and ``check_parallel`` raise."""
         config = vllm_config.model_config.hf_config
-        check_version(version)
         check_config(config, vllm_config.model_config.model)
         check_parallel(config, vllm_config.parallel_config.tensor_parallel_size)
-        if vllm_config.lora_config is not None and config.heads.value_dim * config.heads.values != (
-            config.heads.head_dim * config.heads.keys
-        ):
-            raise UserError(
-                f"LoRA in vLLM takes values that are as wide as keys, and value_head_dim is {config.value_head_dim}; "
-                "merge the adapter into the model (peft's merge_and_unload), and serve that"
-            )
 
 
 class DifferentialParser(HFConfigParser):
@@ -51,8 +40,7 @@ class DifferentialCheck(VerifyAndUpdateConfig):
 
     @staticmethod
     def verify_and_update_model_config(model_config) -> None:
-        """Count the queries of both maps as heads. Raises what ``check_version`` and ``check_differential`` raise."""
-        check_version(version)
+        """Count the queries of both maps as heads. Raises what ``check_differential`` raises."""
         check_differential(model_config.hf_config, model_config.model)
         model_config.model_arch_config.total_num_attention_heads = 2 * model_config.hf_config.num_attention_heads
 

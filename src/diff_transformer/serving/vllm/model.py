@@ -12,10 +12,11 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP, LlamaModel
 
-from diff_transformer.model.modeling import DiffTransformerForCausalLM as CausalLM
 from diff_transformer.serving.vllm import published
 from diff_transformer.serving.vllm.attention import Attention
-from diff_transformer.serving.vllm.checks import CheckedWeights, check_config, check_parallel
+from diff_transformer.serving.vllm.checks import check_config, check_parallel
+
+BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")  # ends of names; the configuration has them
 
 
 class PolyNormMLP(nn.Module):
@@ -88,28 +89,15 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
         check_config(config, name)
         check_parallel(config, get_tensor_model_parallel_world_size())
         super().__init__(vllm_config=vllm_config, prefix=prefix)
-        self.quantized = vllm_config.quant_config is not None
-        self.loaded = False
 
     def _init_model(self, vllm_config, prefix: str = "", layer_type=None) -> LlamaModel:
         return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=DecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint; of a model that has been loaded, part of one may be replaced.
-
-        Raises:
-            UserError: for tensors that are missing; vLLM raises others for unknown ones and those of another shape.
-        """
+        """Load a checkpoint, without buffers that older ones hold."""
         if getattr(self.config, "published", None):
             weights = published.conversion(self.config.published).tensors(weights)
-        with torch.device("meta"):
-            state = CausalLM(self.config).state_dict()
-        tied = {"lm_head.weight"} if self.config.tie_word_embeddings else set()
-        checked = CheckedWeights(state.keys() - tied, quantized=self.quantized)
-        loaded = super().load_weights(checked.check(weights))
-        if not self.loaded:
-            checked.require_all()
-        self.loaded = True
+        loaded = super().load_weights((name, tensor) for name, tensor in weights if not name.endswith(BUFFERS))
         for module in self.modules():
             if isinstance(module, Attention):
                 module.core.finish()

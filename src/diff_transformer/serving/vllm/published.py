@@ -37,7 +37,7 @@ def package_config(settings: dict[str, Any], name: str) -> DiffTransformerConfig
         name: of the model, for messages.
 
     Raises:
-        ValueError: for quantised weights, and for what this package's model does not have.
+        UserError: for quantised weights, and for what this package's model does not have.
     """
     if quantization := settings.get("quantization_config"):
         method = quantization.get("quant_method", "unknown")
