@@ -19,7 +19,7 @@ def test_documents_are_joined_by_the_end_of_text_token():
     tokens = pack_documents([Document("a", "ab"), Document("b", ""), Document("c", "<|endoftext|>")], tokenizer)
     assert tokens.dtype == np.uint16
     assert tokens.tolist() == [*b"ab", 256, 256, *b"<|endoftext|>", 256]
-    corpus = PackedCorpus.from_documents([Document("a", "abcdefg")], tokenizer, 4, shuffle=False)
+    corpus = PackedCorpus(pack_documents([Document("a", "abcdefg")], tokenizer), 4, shuffle=False)
     assert corpus.rows(0, 2)[0].tolist() == [[*b"abcd"], [*b"efg", 256]]
 
 

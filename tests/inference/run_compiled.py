@@ -1,5 +1,5 @@
 """Generates with a compiled step over a static cache, in a process of its own: BACKEND CASE..., a case being
-ATTENTION[,FIELD=VALUE...] with fields of the configuration, or ``chunk`` for prefill in chunks.
+ATTENTION[,FIELD=VALUE...] with fields of the configuration.
 
 Prints a line of JSON a case: graphs made in the warm-up, graph breaks, and whether tokens equal those of the uncompiled
 model. A graph break is an error (fullgraph), and so is a recompilation after the warm-up.
@@ -15,7 +15,7 @@ from diff_transformer.inference.generation import compiled_options, left_padded
 from diff_transformer.model.presets import preset
 
 
-def run(backend: str, attention: str, chunk: int = 1, **fields) -> dict:
+def run(backend: str, attention: str, **fields) -> dict:
     torch._dynamo.reset()
     torch._dynamo.config.error_on_recompile = False
     torch.manual_seed(0)
@@ -25,11 +25,11 @@ def run(backend: str, attention: str, chunk: int = 1, **fields) -> dict:
     )  # fmt: skip
     model = DiffTransformerForCausalLM(config).eval()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    compiled = {**options, **compiled_options("cpu"), **({"prefill_chunk_size": chunk} if chunk > 1 else {})}
+    compiled = {**options, **compiled_options("cpu")}
     compiled["compile_config"].backend = backend
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(1, 512, (length,), generator=generator).tolist() for length in (9, 4, 6, 8)]
-    ragged = [left_padded(pair, 0, "cpu", chunk) for pair in (rows[:2], rows[2:])]
+    ragged = [left_padded(pair, 0, "cpu") for pair in (rows[:2], rows[2:])]
 
     def same(ids, mask) -> bool:
         expected = model.generate(ids, attention_mask=mask, **options)

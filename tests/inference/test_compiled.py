@@ -9,15 +9,12 @@ import pytest
 
 from diff_transformer.model.heads import ATTENTIONS
 
-# By case: how many graphs it takes. A sliding window is one step before and one after it is full; a prompt in chunks
-# has a graph of its own, and with a window three. DINT has no cache, and transformers compiles only with a static one.
+# By case: how many graphs it takes. A sliding window is one step before and one after it is full. DINT has no cache,
+# and transformers compiles only with a static one.
 CASES = {
     **{attention: int(attention != "dint") for attention in ATTENTIONS},
     "diff,sliding_window=6": 2,
     "softmax,sliding_window=6": 2,
-    "diff,chunk=4": 2,
-    "diff_v2,chunk=4": 2,
-    "diff,chunk=4,sliding_window=6": 4,
 }
 QUICK = ("diff", "softmax")
 

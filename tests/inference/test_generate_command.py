@@ -43,9 +43,7 @@ def test_every_way_prints_the_same_text(run, model, assistant):
     assert plain.stdout.startswith("hello")
     common = ["--max-new-tokens", "12"]
     assert run(["generate", model, "-", *common], input="hello\n").stdout == plain.stdout
-    assert run(["generate", model, "hello", "--prefill-chunk", "2", *common]).stdout == plain.stdout
     assert run(["generate", model, "hello", "--assistant", assistant, *common]).stdout == plain.stdout
-    assert run(["generate", model, "hello", "--lookup", "2", *common]).stdout == plain.stdout
     drawn = ["generate", model, "hello", "--temperature", "3", "--top-p", "0.95", *common]
     assert run([*drawn, "--seed", "1"]).stdout == run([*drawn, "--seed", "1"]).stdout != plain.stdout
 

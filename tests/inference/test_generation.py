@@ -139,14 +139,12 @@ def test_streaming_gives_the_text_piece_by_piece(attention):
     assert generate(model, tokenizer, ["wörld 😀"], GenerationSettings(40)) == [text]
 
 
-def test_generate_takes_batches_chunks_assistants_and_guesses():
+def test_generate_takes_batches_and_assistants():
     model, tokenizer = make(), byte_tokenizer()
     run = partial(generate, model, tokenizer)
     alone = [run([prompt], GenerationSettings(8))[0] for prompt in PROMPTS]
     assert run(PROMPTS, GenerationSettings(8)) == alone
-    assert run(PROMPTS, GenerationSettings(8, prefill_chunk=3)) == alone
     assert run(PROMPTS[1:2], GenerationSettings(8), assistant=make("softmax", num_hidden_layers=1)) == alone[1:2]
-    assert run(PROMPTS[1:2], GenerationSettings(8, lookup=2)) == alone[1:2]
     drawn = run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1))
     state = torch.get_rng_state()
     assert run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1)) == drawn
@@ -166,7 +164,6 @@ def test_generate_takes_batches_chunks_assistants_and_guesses():
         ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; give more than 0"),
         ({"seed": -5, "temperature": 1.0}, "seed is -5; give a whole number from 0 to 4294967295"),
         ({"seed": 3}, "temperature is 0; give a temperature above 0"),
-        ({"compiled": True, "lookup": 2}, "leave one of them out"),
     ],
 )
 def test_settings_out_of_range_are_refused(options, message):
@@ -183,7 +180,7 @@ def test_requests_that_cannot_be_met_are_refused():
     with pytest.raises(ValueError, match="2 prompts cannot stream"):
         generate(model, tokenizer, ["a", "b"], on_text=print)
     with pytest.raises(ValueError, match="one prompt at a time, not 2"):
-        generate(model, tokenizer, ["a", "b"], GenerationSettings(lookup=2))
+        generate(model, tokenizer, ["a", "b"], assistant=model)
     with pytest.raises(ValueError, match="the assistant has 300 tokens and the model 258"):
         generate(model, tokenizer, ["a"], assistant=DiffTransformerForCausalLM(preset("debug", vocab_size=300)))
     with pytest.raises(ValueError, match="an assistant and compiled exclude"):

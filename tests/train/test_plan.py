@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BertConfig, GPT2Config, GraniteConfig, LlamaConfig, PhiConfig
+from transformers import BertConfig, GPT2Config, GraniteConfig, PhiConfig
 
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.config import DiffTransformerConfig
@@ -78,15 +78,6 @@ def test_a_row_of_dint_is_not_shared():
 def test_a_run_without_a_model_is_refused():
     with pytest.raises(ValueError, match=r"nothing says what the model is; give train.initial_model"):
         resolve(recipe("uptrain"))
-
-
-def test_a_model_that_this_package_holds_is_converted_first(tmp_path):
-    LlamaConfig().save_pretrained(tmp_path / "its folder")
-    with pytest.raises(
-        ValueError, match="a 'llama' model and not one of this package; convert it with `diff"
-    ) as caught:
-        resolve(config(f"initial_model={tmp_path}/its folder"))
-    assert f"convert '{tmp_path}/its folder' --out NEW` and set train.initial_model=NEW" in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -62,16 +62,14 @@ def generate(
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
     assistant: Annotated[str | None, typer.Option(help="Smaller model for speculative decoding; same text.")] = None,
-    lookup: Annotated[int | None, typer.Option(help="Tokens to guess ahead from the prompt itself.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
-    prefill_chunk: Annotated[int | None, typer.Option(help="Tokens of the prompt per forward pass.")] = None,
 ):
     """Continue a prompt and stream the text, or continue each line of a file."""
     from diff_transformer.cli.generate import run_generate
     from diff_transformer.inference.generation import GenerationSettings
 
     computing()
-    settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, prefill_chunk, compiled, lookup)
+    settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, compiled)
     run_generate(
         model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
         assistant=assistant,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,14 +38,6 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
     return np.concatenate(pieces) if pieces else np.empty(0, dtype)
 
 
-class TokenArray(Protocol):
-    """Tokens [N] in memory (a NumPy array) or on the disk (``tokens.Shards``)."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: Any, /) -> Any: ...
-
-
 class PackedCorpus:
     """Rows that are windows of ``length`` tokens of a corpus. Each token occurs at most once an epoch.
 
@@ -57,30 +49,17 @@ class PackedCorpus:
         UserError: for a length below 2, or fewer tokens than one window.
     """
 
-    def __init__(self, tokens: TokenArray, length: int, *, seed: int = 0, shuffle: bool = True):
+    def __init__(self, tokens: Any, length: int, *, seed: int = 0, shuffle: bool = True):
         if length < 2:
             raise UserError(f"length must be at least 2 (a token and the one it predicts), got {length}")
         if len(tokens) < length:
             raise UserError(f"the corpus has {len(tokens)} tokens, less than one window of {length}; give more text")
-        self.tokens = tokens  # [N]
+        self.tokens = tokens  # [N], an array in memory or ``tokens.Shards``
         self.length = length
         self.seed = seed
         self.shuffle = shuffle
         self.num_windows = len(tokens) // length  # rows in an epoch
         self._epoch: tuple[int, np.ndarray] | None = None
-
-    @classmethod
-    def from_documents(
-        cls,
-        documents: Iterable[Document],
-        tokenizer: PreTrainedTokenizerFast,
-        length: int,
-        *,
-        seed: int = 0,
-        shuffle: bool = True,
-    ) -> PackedCorpus:
-        """The windows of ``documents``, tokenised by :func:`pack_documents`."""
-        return cls(pack_documents(documents, tokenizer), length, seed=seed, shuffle=shuffle)
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows ``first`` to ``first + count``: (input_ids, labels), int64 [count, length].

@@ -195,7 +195,7 @@ def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
 
 def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterator[Document]:
     """Whole documents, up to about ``limit`` bytes; the last one is cut if it is too long."""
-    ids, start, done = tokens[:limit], 0, 0
+    ids, start, done = tokens[: 2 * limit], 0, 0
     ends = np.flatnonzero(ids == tokenizer.eos_token_id).tolist()
     for number, end in enumerate(ends if len(ids) == len(tokens) else [*ends, len(ids)]):
         text = tokenizer.backend_tokenizer.decode(

@@ -18,7 +18,7 @@ from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.corpus import Corpus
 from diff_transformer.data.evaluation_text import SPLITS, led, load_haystack, load_rows, text_length
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.packing import PackedCorpus
+from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.tokenizer import encode_all, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
@@ -296,7 +296,8 @@ def text_rows(lm: Any, settings: Any, count: int) -> tuple[Tensor, str]:
 
 def spread_rows(corpus: Corpus, tokenizer: Any, length: int, count: int) -> Tensor:
     """At most ``count`` rows of ``length`` tokens, spread evenly over the held-out text: int64 ``[rows, length]``."""
-    text = PackedCorpus.from_documents(corpus.validation, tokenizer, text_length(length, tokenizer), shuffle=False)
+    tokens = pack_documents(corpus.validation, tokenizer)
+    text = PackedCorpus(tokens, text_length(length, tokenizer), shuffle=False)
     return led(torch.from_numpy(text.spread(count)), leading_ids(tokenizer))
 
 

@@ -23,10 +23,8 @@ class GenerationSettings:
         temperature: 0, or less than 1e-5, takes the likeliest token (greedy); above, tokens are sampled.
         top_p: sample from the likeliest tokens that together have this probability.
         seed: seed of the sampling; None for a new one each time.
-        prefill_chunk: tokens of the prompt in one forward pass; None for the whole prompt.
         compiled: compile the step of one token over a static cache, without graph breaks. A second text of up to the
             same length does not recompile.
-        lookup: tokens to guess ahead from the prompt itself (prompt lookup); it helps with repetitive text.
 
     Raises:
         ValueError: for values outside their range, or settings that exclude one another.
@@ -36,12 +34,10 @@ class GenerationSettings:
     temperature: float = 0.0
     top_p: float = 1.0
     seed: int | None = None
-    prefill_chunk: int | None = None
     compiled: bool = False
-    lookup: int | None = None
 
     def __post_init__(self):
-        require_positive(max_new_tokens=self.max_new_tokens, prefill_chunk=self.prefill_chunk, lookup=self.lookup)
+        require_positive(max_new_tokens=self.max_new_tokens)
         require_seed("seed", self.seed)
         if not 0 <= self.temperature < float("inf"):
             raise UserError(f"temperature is {self.temperature}; give 0 (the likeliest token) or more")
@@ -49,10 +45,6 @@ class GenerationSettings:
             raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1")
         if self.temperature == 0 and (self.top_p < 1 or self.seed is not None):
             raise UserError("top_p and seed are for drawing tokens, but temperature is 0; give a temperature above 0")
-        if self.compiled and self.lookup:
-            raise UserError(
-                "lookup cuts its cache back, which the static one of compiled cannot be; leave one of them out"
-            )
 
 
 def generate(
@@ -85,15 +77,14 @@ def generate(
         raise UserError("there is no prompt; give at least one")
     if on_text is not None and len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts cannot stream into one text; leave out on_text or give one prompt")
-    if len(prompts) > 1 and (assistant is not None or settings.lookup):
+    if len(prompts) > 1 and assistant is not None:
         raise UserError(f"speculative decoding takes one prompt at a time, not {len(prompts)}; give one")
     if assistant is not None:
         _check_assistant(model, assistant, settings)
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
     _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
     ends, pad = _ends(model), padding_token(model, tokenizer)
-    whole_chunks = settings.prefill_chunk if settings.compiled else None  # or each remainder would be compiled again
-    inputs, mask = left_padded(ids, pad, model.device, whole_chunks or 1)
+    inputs, mask = left_padded(ids, pad, model.device)
     streamer = None if on_text is None else TextPieces(tokenizer, on_text)
     inference = torch.inference_mode(not settings.compiled)
     with inference, torch.no_grad(), _seeded(settings.seed, model.device), plain_defaults(model):
@@ -105,12 +96,9 @@ def generate(
     return [tokenizer.decode(_ended(row, ends), skip_special_tokens=True) for row in new]
 
 
-def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any, multiple: int = 1) -> tuple[Tensor, Tensor]:
-    """Pad rows on the left: ``input_ids`` and ``attention_mask``, int64 ``[B, T]``.
-
-    T is the length of the longest row, rounded up to a multiple of ``multiple``.
-    """
-    longest = -(-max(map(len, ids)) // multiple) * multiple
+def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
+    """Pad rows on the left: ``input_ids`` and ``attention_mask``, int64 ``[B, T]``; T is the longest row's length."""
+    longest = max(map(len, ids))
     inputs = torch.tensor([[pad] * (longest - len(row)) + list(row) for row in ids], device=device)
     mask = torch.tensor([[0] * (longest - len(row)) + [1] * len(row) for row in ids], device=device)
     return inputs, mask
@@ -131,10 +119,7 @@ class TextPieces(TextStreamer):
 def _options(settings: GenerationSettings, device: torch.device) -> dict[str, Any]:
     """``settings`` as arguments of transformers' ``generate``."""
     drawn = settings.temperature >= LOWEST_TEMPERATURE
-    options: dict[str, Any] = {
-        "max_new_tokens": settings.max_new_tokens, "do_sample": drawn,
-        "prefill_chunk_size": settings.prefill_chunk, "prompt_lookup_num_tokens": settings.lookup,
-    }  # fmt: skip
+    options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": drawn}
     if drawn:
         options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
     return {**options, **compiled_options(device)} if settings.compiled else options
@@ -181,9 +166,8 @@ def _check_length(model, tokens: int) -> None:
 
 
 def _check_assistant(model, assistant, settings: GenerationSettings) -> None:
-    if settings.compiled or settings.lookup:
-        other = "compiled" if settings.compiled else "lookup"
-        raise UserError(f"an assistant and {other} exclude each other; leave one of them out")
+    if settings.compiled:
+        raise UserError("an assistant and compiled exclude each other; leave one of them out")
     own, other = (m.config.get_text_config().vocab_size for m in (model, assistant))
     if own != other:
         raise UserError(f"the assistant has {other} tokens and the model {own}; give one with the same tokenizer")

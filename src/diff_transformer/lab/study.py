@@ -25,7 +25,7 @@ from diff_transformer.lab.record import load_run
 from diff_transformer.lab.rows import finished
 from diff_transformer.lab.spec import REQUEST, RunSpec
 from diff_transformer.lab.stages import Stage
-from diff_transformer.train.data_config import NO_CORPUS
+from diff_transformer.train.config import NO_CORPUS
 from diff_transformer.train.run_folder import LOCK, locked
 
 _UNKNOWN_RATE = 1e-3  # stands for one that a sweep is yet to choose

@@ -176,7 +176,7 @@ def _train_steps(
             log.write(0, values | {DIGEST: run.data.digest()})
     if first == last:  # a process that waits for nobody may end before the others watch it
         return
-    speed = _Speed()
+    tokens, since = 0, time.perf_counter()
     with _watched(run) as at, _batches(run, first) as batches:
         for step in range(first, last):
             done = step + 1
@@ -185,18 +185,20 @@ def _train_steps(
             at(step, "step")
             rate = learning_rate(step, last, config.optim)
             outcome = stepper.step(rows, step, rate, stop, by_part=due(done, settings.log_every))
-            speed.tokens += settings.batch_size * config.data.length
+            tokens += settings.batch_size * config.data.length
             if not outcome.finite:
                 checkpoints.wait()
                 raise _diverged(run, folder, done, outcome)
-            values = _values(run, outcome, rate, speed) if due(done, settings.log_every) else {}
+            values = {}
+            if due(done, settings.log_every):
+                values = _values(run, outcome, rate) | {"tokens_per_second": tokens / (time.perf_counter() - since)}
             if due(done, settings.validate_every):
                 at(step, "validation")
                 values |= _validation(run)
             if values and log is not None:
                 log.write(done, values)
             if values:
-                speed = _Speed()
+                tokens, since = 0, time.perf_counter()
             if progress is not None:
                 progress(done, values)
             stopping = done < last and (outcome.stop or (stop() and run.plan.world == 1))
@@ -247,10 +249,10 @@ def _watched(run: Run) -> Generator[Callable[[int, str], None]]:
         heartbeat.over.set()
 
 
-def _values(run: Run, outcome: Outcome, rate: float, speed: "_Speed") -> dict:
+def _values(run: Run, outcome: Outcome, rate: float) -> dict:
     """The values of a log line."""
     values: dict = {"loss": outcome.loss, "lr": rate, "grad_norm": outcome.norm, "grad_norm_by_part": outcome.norms}
-    values |= {**telemetry(run.model, run.fabric.device), "tokens_per_second": speed.tokens_per_second()}
+    values |= telemetry(run.model, run.fabric.device)
     sources = [*run.plan.config.data.shares]
     if len(sources) > 1:
         nats, tokens = torch.tensor(outcome.nats), torch.tensor(outcome.tokens)
@@ -279,13 +281,3 @@ def refuse_other_rows(folder: Path, data: TrainingData) -> None:
             f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or a package "
             "that makes rows has changed; restore it, or begin a new run in another folder"
         )
-
-
-class _Speed:
-    """Training speed since this object was made."""
-
-    def __init__(self):
-        self.tokens, self._start = 0, time.perf_counter()
-
-    def tokens_per_second(self) -> float:
-        return self.tokens / (time.perf_counter() - self._start)

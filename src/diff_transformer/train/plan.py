@@ -1,17 +1,12 @@
 """From a configuration to the plan of a run: every check, once, before anything is loaded or written."""
 
-import copy
 import os
-import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from diff_transformer.checks import first_line, listed
 from diff_transformer.errors import UserError
-from diff_transformer.model.heads import MATCHED
 from diff_transformer.train.config import RunConfig, checked_model
 
 # which the loss here does not apply
@@ -40,10 +35,7 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     Raises:
         UserError: for settings that are out of range, contradict each other, or do not fit the model or the processes.
     """
-    from transformers.initialization import no_init_weights
-
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.modeling import DiffTransformerForCausalLM
 
     config = RunConfig.from_dict(config.to_dict())
     _check_passes(config)
@@ -61,14 +53,6 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
             "the latter"
         )
     if isinstance(model, DiffTransformerConfig):
-        try:
-            shape = copy.copy(model)
-            if shape.head_scale == MATCHED:  # measured before the first step
-                shape.head_scale = 1.0
-            with torch.device("meta"), no_init_weights():
-                DiffTransformerForCausalLM(shape)
-        except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
-            raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
         check_split(model, config.train.parallel.tensor_parallel)
         check_context(model, config.train.parallel.context_parallel)
     return Plan(config, world, strategy, model, source)
@@ -159,7 +143,7 @@ def model_folder(initial: str) -> Path:
     """The folder of the model of ``train.initial_model``, which may be the folder of a finished run.
 
     Raises:
-        UserError: if there is none, or it is one to convert first.
+        UserError: if there is none.
     """
     folder = Path(initial).expanduser()
     if (folder / "model" / "config.json").exists():
@@ -169,7 +153,6 @@ def model_folder(initial: str) -> Path:
             f"train.initial_model is {folder}, which holds no model (no config.json); give the folder of a saved model "
             "or of a finished run"
         )
-    _refuse_convertible(folder)
     return folder
 
 
@@ -251,16 +234,3 @@ def check_trainable(folder: Path, model: Any) -> None:
         reason = f"its logits are more than a product with the output matrix ({listed(more)})"
     if reason:
         raise UserError(f"{folder} is not trained here: {reason}")
-
-
-def _refuse_convertible(folder: Path) -> None:
-    """Raise UserError for a model of another library that this package's class can hold."""
-    from diff_transformer.model.convert.folder import PACKAGE, layout_of, package_config
-
-    layout, settings = layout_of(folder)
-    if layout in (None, PACKAGE) or (layout == "llama" and package_config(folder) is None):
-        return
-    raise UserError(
-        f"train.initial_model is {folder}, a {settings['model_type']!r} model and not one of this package; convert it "
-        f"with `diff-transformer convert {shlex.quote(str(folder))} --out NEW` and set train.initial_model=NEW"
-    )

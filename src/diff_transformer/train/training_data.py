@@ -27,8 +27,7 @@ from diff_transformer.data.sources import SPLITS
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash, tokenizer_of, train_tokenizer
 from diff_transformer.data.tokens import PreparedCorpus, Shards, decoded_corpus, is_prepared, load_prepared_tokenizer
 from diff_transformer.errors import UserError
-from diff_transformer.train.config import RunConfig
-from diff_transformer.train.data_config import NO_CORPUS, DataConfig
+from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
 from diff_transformer.train.plan import vocabulary_size
 from diff_transformer.train.ranks import is_first
 

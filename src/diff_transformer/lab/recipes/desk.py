@@ -1,7 +1,14 @@
 """Runs for a desk: two CPU cores, minutes to half an hour."""
 
-from diff_transformer.train.config import EvaluationConfig, OptimConfig, RunConfig, TrainConfig
-from diff_transformer.train.data_config import DataConfig, NeedleConfig, RecallConfig
+from diff_transformer.train.config import (
+    DataConfig,
+    EvaluationConfig,
+    NeedleConfig,
+    OptimConfig,
+    RecallConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def debug() -> RunConfig:

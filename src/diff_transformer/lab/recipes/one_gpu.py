@@ -1,7 +1,13 @@
 """A pair of the 125M class for one GPU."""
 
-from diff_transformer.train.config import EvaluationConfig, OptimConfig, RunConfig, TrainConfig
-from diff_transformer.train.data_config import DataConfig, NeedleConfig
+from diff_transformer.train.config import (
+    DataConfig,
+    EvaluationConfig,
+    NeedleConfig,
+    OptimConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 
 def one_gpu() -> RunConfig:

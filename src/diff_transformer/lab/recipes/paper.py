@@ -18,8 +18,14 @@ from typing import Any
 
 from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes.ablation import ROWS, ablation_rows
-from diff_transformer.train.config import EvaluationConfig, OptimConfig, ParallelConfig, RunConfig, TrainConfig
-from diff_transformer.train.data_config import DataConfig
+from diff_transformer.train.config import (
+    DataConfig,
+    EvaluationConfig,
+    OptimConfig,
+    ParallelConfig,
+    RunConfig,
+    TrainConfig,
+)
 
 CORPUS = "corpus"
 TOKENS_AT_ONCE = 16_384  # tokens per pass, enough to keep a GPU busy; a longer row is a pass of its own

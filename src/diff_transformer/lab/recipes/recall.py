@@ -1,8 +1,7 @@
 """Key-value recall alone: what small models learn in minutes, beside those of a comparison and in studies."""
 
 from diff_transformer.lab.spec import side_model
-from diff_transformer.train.config import OptimConfig, RunConfig, TrainConfig
-from diff_transformer.train.data_config import NO_CORPUS, DataConfig, RecallConfig
+from diff_transformer.train.config import NO_CORPUS, DataConfig, OptimConfig, RecallConfig, RunConfig, TrainConfig
 
 QUESTIONS = 16  # of a row
 NOISE_SYMBOLS = 2
