@@ -61,7 +61,7 @@ def test_a_layer_a_model_and_an_experiment_do_without_extras(tmp_path):
     ("command", "packages", "said"),
     [
         *((command, ("lightning", "tensorboard"), TRAINING) for command in ("train", "compare", "study ablation")),
-        ("eval scaling --set runs=synthetic", ("scipy",), "a fit of scaling laws needs scipy; install with: "),
+        ("eval scaling --set runs=runs.csv", ("scipy",), "a fit of scaling laws needs scipy; install with: "),
     ],
 )
 def test_a_missing_extra_is_named_before_anything_is_written(command, packages, said, monkeypatch, tmp_path):

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from rich.console import Console
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
@@ -110,7 +111,7 @@ def test_a_finished_folder_is_not_overwritten_but_resumes(finished, settings):
     config = override(recipe("debug"), settings)
     with pytest.raises(UserError, match="holds a comparison already"):
         compare(config, out)
-    with pytest.raises(ValueError, match=r"other settings(.|\n)*config\.optim\.lr: 0\.003 against 0\.001"):
+    with pytest.raises(ValueError, match=r"another configuration(.|\n)*optim\.lr: 0\.003 against 0\.001"):
         compare(override(config, ["optim.lr=0.001"]), out, resume=True)
     model = out / "members" / "diff-seed0" / "run" / "model" / "model.safetensors"
     before = model.read_bytes()
@@ -154,28 +155,15 @@ def trained_by(monkeypatch):
     return handed
 
 
-def test_another_number_of_cores_or_jobs_does_not_matter_to_a_resumed_comparison(
-    assignments, trained_by, tmp_path, monkeypatch
-):
+def test_a_resumed_comparison_may_have_more_seeds_and_other_cores(assignments, trained_by, tmp_path, monkeypatch):
     config = override(recipe("debug"), [*assignments, "train.threads=0"])
-    for cores, options in ((8, {"jobs": 2}), (2, {"resume": True}), (8, {"jobs": 1, "resume": True})):
+    for cores, options in ((8, {"jobs": 2}), (2, {"seeds": 3, "resume": True})):
         monkeypatch.setattr(os, "cpu_count", lambda cores=cores: cores)
         with pytest.raises(KeyboardInterrupt):
             compare(config, tmp_path / "out", **options)
-    assert [{settings.threads for settings in members.values()} for members in trained_by] == [{4}] * 3
-    with pytest.raises(ValueError, match=r"config\.train\.threads: 4 against 3"):
-        compare(override(config, ["train.threads=3"]), tmp_path / "out", resume=True)
-
-
-def test_seeds_can_be_added_and_not_taken_away(assignments, trained_by, tmp_path):
-    config, out = override(recipe("debug"), assignments), tmp_path / "out"
-    for options in ({}, {"seeds": 3, "resume": True}):
-        with pytest.raises(KeyboardInterrupt):
-            compare(config, out, **options)
     assert list(trained_by[1]) == [f"{side}-seed{k}" for k in range(3) for side in ("diff", "softmax")]
-    assert {name: trained_by[1][name] for name in trained_by[0]} == trained_by[0]
-    with pytest.raises(ValueError, match=r"of 3 seeds, more than the given 1; give --seeds 3 to continue"):
-        compare(config, out, resume=True)
+    threads = [{settings.threads for settings in members.values()} for members in trained_by]
+    assert threads == [{4}, {1}]
 
 
 def test_strange_folders_are_left_alone(assignments, tmp_path):
@@ -220,15 +208,15 @@ def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, 
     assert not (tmp_path / "out").exists()
 
 
-def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, monkeypatch):
+def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, monkeypatch, capsys):
     def full(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nmore")
 
     save_tiny_model(tmp_path / "members" / "diff-seed0" / "run" / "model")
     monkeypatch.setattr("diff_transformer.bench.throughput.measure_throughput", full)
     threads = torch.get_num_threads()
-    with pytest.raises(MemoryError, match=r"Tried to allocate 3 GiB$"):
-        measure_speed(recipe("debug"), tmp_path, ["diff"])
+    measure_speed(recipe("debug"), tmp_path, ["diff"], Console())
+    assert "CUDA out of memory. Tried to allocate 3 GiB" in " ".join(capsys.readouterr().out.split())
     assert torch.get_num_threads() == threads
     assert not (tmp_path / "throughput.jsonl.gz").exists()
 

@@ -29,7 +29,7 @@ from diff_transformer.lab.rows import read_file
 
 
 def test_models_beside_experiments_without_one():
-    check_models(Plan(names_of("all", quick=True), ["m"], dtype="float32"))
+    check_models(Plan(names_of("all"), ["m"], dtype="float32"))
     check_models(Plan(["scaling"], []))
     with pytest.raises(ValueError, match="no model; give --model"):
         check_models(Plan(["scaling", "needle"], []))
@@ -91,21 +91,6 @@ def test_an_experiment_of_a_user_s_file_runs_like_one_of_ours(tmp_path):
     assert record.metrics == {"my_experiment_loss": pytest.approx(np.log(260), abs=1)}  # random weights guess
     assert "| my experiment loss | 5." in done.output
     assert "My experiment" in (tmp_path / "many" / "report.html").read_text()
-
-
-def test_an_experiment_of_another_package_is_found_by_its_entry_point(monkeypatch):
-    import diff_transformer.evals.needle as theirs
-
-    class Found:
-        name = "theirs"
-
-        def load(self):
-            return theirs
-
-    monkeypatch.setattr(evaluate, "entry_points", lambda group: [Found()] if group.endswith(".experiments") else [])
-    assert experiment("theirs") is theirs
-    with pytest.raises(ValueError, match=r"no experiment 'their' \(did you mean 'theirs'\?\)"):
-        experiment("their")
 
 
 def test_a_file_hides_no_module_of_its_name(tmp_path):

@@ -8,11 +8,12 @@ import time
 import pytest
 from rich.console import Console
 
+from diff_transformer.errors import UserError
 from diff_transformer.lab import pool
 from diff_transformer.lab.pool import RunFailed, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.rows import FILE, finished, row, write_rows
-from diff_transformer.lab.spec import RunSpec, everything
+from diff_transformer.lab.spec import RunSpec, check_folders, everything
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
@@ -148,12 +149,12 @@ def test_a_spec_survives_its_file(tmp_path):
     spec = RunSpec("novels", "diff", 3, config, everything(config), may_diverge=True)
     spec.save(tmp_path)
     assert RunSpec.load(tmp_path) == spec
-    assert (spec.key, spec.differences(tmp_path), spec.differences(tmp_path / "new")) == ("novels/diff-seed3", [], [])
+    assert spec.key == "novels/diff-seed3"
     config.evaluation.samples += 1
-    assert spec.differences(tmp_path) == []
-    assert len(spec.differences(tmp_path, evaluation=True)) == 1
+    check_folders({tmp_path: spec, tmp_path / "new": spec})
     config.train.steps = 99
-    assert spec.differences(tmp_path) == ["train.steps: 20 against 99"]
+    with pytest.raises(UserError, match=r"another configuration[^\0]*train.steps: 20 against 99"):
+        check_folders({tmp_path: spec})
 
 
 def test_a_worker_without_a_request_fails(tmp_path):

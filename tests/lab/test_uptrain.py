@@ -12,7 +12,6 @@ from transformers import (
     Gemma2Config,
     GPT2Config,
     LlamaConfig,
-    OlmoeConfig,
     PhiConfig,
     Qwen3Config,
 )
@@ -20,7 +19,6 @@ from transformers import (
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.errors import UserError
-from diff_transformer.lab import uptrain
 from diff_transformer.lab.compare import compare, read_comparison
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import records_of
@@ -127,14 +125,11 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
     assert compare(settings, out, source=source, jobs=1, resume=True, report=False) == {}
     again = {record.side: record.metrics for record in records_of(read_comparison(out))}
     assert again == {side: record.metrics for side, record in records.items()}
-    with pytest.raises(ValueError, match=r"config\.data\.tokenizer"):
+    with pytest.raises(ValueError, match=r"another configuration[^\0]*data\.tokenizer"):
         compare(settings, out, source=make(Qwen3Config), resume=True)
 
 
-def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(
-        "diff_transformer.train.recompute.device_memory", lambda device: 1000
-    )  # too little to time them
+def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_path):
     source, out = make(Qwen3Config), tmp_path / "out"
     with pytest.raises(ValueError, match=r"--set has model.backend, and .* keeps its class and its"):
         compare(override(settings, ["model.backend=reference"]), out, source=source)
@@ -156,7 +151,6 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
     assert rows[0] != rows[1]
     assert [len(digests) for digests in rows.values()] == [1, 1]
     assert not (out / "members" / "source-seed1").exists()
-    assert "the speed of training is not measured: 4 models with" in " ".join(capsys.readouterr().out.split())
     assert len(records_of(read_comparison(out))) == 9
     trained = out / "members" / "diff-seed1" / "run" / "model"
     card = (trained / "README.md").read_text()
@@ -173,16 +167,6 @@ def test_no_side_is_trained_with_the_dropout_that_differential_attention_lacks(m
         assert folder != str(found.folder)
         model = AutoModelForCausalLM.from_pretrained(folder, resid_pdrop=0.0, embd_pdrop=0.0).train()
         assert torch.equal(model(ids).logits, model(ids).logits), side
-
-
-def test_experts_count_in_the_estimate_of_memory(make, settings):
-    found = read_source(make(OlmoeConfig))
-    source = loaded(found.folder)
-    assert found.more > sum(x.numel() for name, x in source.named_parameters() if "experts" in name) / 2
-    model = uptrain.DiffTransformerConfig(**found.models["softmax"])
-    needed, said = uptrain._memory(settings, model, found.more)
-    assert needed - uptrain._memory(settings, model)[0] == 16 * found.more
-    assert f"{source.num_parameters():,} parameters" in said
 
 
 def test_a_model_of_the_hub_is_called_by_its_name():
@@ -271,19 +255,6 @@ def test_a_recipe_of_other_models_is_refused_and_positions_may_be_raised(make, s
         found.configured(recipe("one_gpu"))
     longer = override(settings, ["model.max_position_embeddings=512", "data.length=300"])
     assert found.configured(longer).model["max_position_embeddings"] == 512
-
-
-def test_memory_is_estimated_first_and_limits_how_many_train_at_a_time(make, settings, monkeypatch):
-    source, said = read_source(make(LlamaConfig)), []
-    needed, _ = uptrain._memory(settings, uptrain.DiffTransformerConfig(**source.models["diff"]))
-    monkeypatch.setattr(uptrain, "device_memory", lambda device: 3 * needed)
-    assert source.fitting_jobs(settings, 5, said.append) == 2
-    assert said[0].startswith("memory: about 0.0 GiB a model (")
-    asked = override(settings, ["train.weights=attention"])
-    assert uptrain._memory(asked, uptrain.DiffTransformerConfig(**source.models["diff"]))[0] < needed
-    monkeypatch.setattr(uptrain, "device_memory", lambda device: needed)
-    with pytest.raises(ValueError, match=r"training needs about .* GiB a model .*; set train.micro_batch_size=1"):
-        source.fitting_jobs(settings, 5, said.append)
 
 
 def test_the_tokenizer_of_the_corpus_is_not_asked_for(make):

@@ -71,7 +71,7 @@ def evaluate(
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
     options["chat_template"] = chat_template or None
     plan = Plan(
-        names_of(name, quick), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
+        names_of(name), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
         device=device, dtype=dtype, batch_size=batch_size,
     )  # fmt: skip
     print(announced_experiments(plan))

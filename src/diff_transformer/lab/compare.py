@@ -13,14 +13,13 @@ import os
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-from diff_transformer.checks import differences, first_line, read_json, require_positive
+from diff_transformer.checks import first_line, require_positive
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.announce import announced_runs
@@ -29,11 +28,19 @@ from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, rows_of, write_rows
 from diff_transformer.lab.sides import PAIR, SOURCE
-from diff_transformer.lab.spec import EXPLORER, RECALL, RunSpec, everything, require_drawn, side_model, with_seed
+from diff_transformer.lab.spec import (
+    EXPLORER,
+    RECALL,
+    RunSpec,
+    check_folders,
+    everything,
+    require_drawn,
+    side_model,
+    with_seed,
+)
 from diff_transformer.lab.verdicts import Verdicts
 from diff_transformer.lab.worker import more_experiments, settings_of_run
 from diff_transformer.model.card import label_of
-from diff_transformer.model.matching import variant_fields
 from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.run_folder import locked
@@ -73,17 +80,16 @@ def compare(
         out: folder for everything: ``report.html``, ``members/SIDE-seedK/`` with ``run/model`` (Hugging Face format),
             TensorBoard files, metrics and ``rows.jsonl.gz``.
         settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}``.
-        seeds: number of pairs; with ``resume`` it may be larger than before.
-        jobs: models trained at a time; by default ``default_jobs``, or all with an ``executor``. If
-            ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``; a
-            resumed comparison keeps the threads it began with.
+        seeds: number of pairs; with ``resume`` a larger number adds some.
+        jobs: models trained at a time; by default ``default_jobs``, one with ``source``, or all with an ``executor``.
+            If ``config.train.threads`` is 0, they share the cores equally, or take one each with an ``executor``.
         resume: continue an interrupted comparison; finished runs are kept.
         variants: relatives of differential attention to train beside the pair, by their names in ``VARIANTS``
             (``"diff_v2"``, ``"grouped_diff"``, ``"dint"``, ``"fixed_lambda"``, and ``"softmax_norm"``, the
             Transformer + head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
             equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
-            measurements of ``"softmax_norm"`` stand beside theirs, as a control. Variants of an earlier call in
-            ``out`` stay; ``resume`` can add more.
+            measurements of ``"softmax_norm"`` stand beside theirs, as a control. Those of an earlier call in ``out``
+            stay in the report; ``resume`` can add more.
         executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
             this machine.
         minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
@@ -109,11 +115,10 @@ def compare(
         config = override(config, [f"{name}={json.dumps(value)}" for name, value in settings.items()])
     out, started = Path(out), time.monotonic()
     require_positive(seeds=seeds, jobs=jobs, minutes=minutes)
-    here = 1 if executor else os.cpu_count() or 1  # cores to share
     start = None
     if source is None:
         require_drawn(config)
-        names = known_variants(variants, out)
+        names = [name for name in variants if name not in PAIR]
     else:
         from diff_transformer.lab.uptrain import read_source
 
@@ -121,70 +126,56 @@ def compare(
         config, names = start.configured(config), start.others
         if variants:
             raise UserError(f"variants are {', '.join(variants)}, and a source has its own: {', '.join(names)}")
+        if start.no_control:
+            console.print(f"no control of as many parameters: {start.no_control}")
     if executor is None:
-        jobs = jobs or default_jobs((len(PAIR) + len(names)) * seeds)
+        jobs = jobs or (default_jobs((len(PAIR) + len(names)) * seeds) if start is None else 1)
     if not config.train.threads:
-        threads = _threads_there(out) or max(1, here // (jobs or 1))
+        threads = 1 if executor else max(1, (os.cpu_count() or 1) // (jobs or 1))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
     if report:
         from diff_transformer.report.page import require_installed
 
         require_installed()  # what the report at the end needs
-    if start is None:
-        for name in names:
-            side_model(config, name)  # raises where the heads do not fit
-    else:
-        if executor is None and jobs:
-            jobs = start.fitting_jobs(config, jobs, console.print)
-        if start.no_control:
-            console.print(f"no control of as many parameters: {start.no_control}")
     run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
     specs = comparison_specs(config, names, seeds, run)
+    runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     console.print(announced_runs(specs, here=executor is None), soft_wrap=True)
     if dry_run:
         return {}
-    _prepare(config, out, seeds, resume, drawn=start is None)
+    _prepare(config, out, runs, resume, drawn=start is None)
     with locked(out):
+        facts = {"seeds": seeds} | ({} if start is None else {"source": label_of(str(start.folder))})
+        write_whole(out / REQUEST, json.dumps({**facts, "config": config.to_dict()}, indent=1) + "\n")
         if start is not None:
             start.write(out)
-        until = started + 60 * minutes if minutes else math.inf
-        pool = partial(run_pool, jobs=jobs, executor=executor, until=until)
-        about = {} if start is None else {"source": label_of(str(start.folder))}
-        return _compare(config, out, names, seeds, specs, about, pool, console, started, report)
+        with progress_bars(runs, console) as show:
+            until = started + 60 * minutes if minutes else math.inf
+            run_pool(runs, jobs=jobs, executor=executor, until=until, show=show)
+        _write_facts(out, facts, time.monotonic() - started)
+        done = sum(map(finished, runs))
+        if done == len(runs):
+            with console.status("timing all models in turns"):
+                measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)], console)
+        else:
+            console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
+        if not report:
+            console.print(f"models and rows: {out}; diff-transformer report {out} --out FILE judges them")
+            return {}
+        return _report(out, console) if done else {}
 
 
-def _compare(
-    config: RunConfig, out: Path, names: list[str], seeds: int, specs: list[RunSpec], about: dict, pool: Callable,
-    console: Console, started: float, report: bool,
-) -> Verdicts:  # fmt: skip
-    about = {"seeds": seeds, "config": config.to_dict(), **about}
-    _write(out / REQUEST, about)
-    if names:
-        write_whole(out / "variants.json", json.dumps(names))
-    runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
-    with progress_bars(runs, console) as show:
-        pool(runs, show=show)
-    done = sum(map(finished, runs))
-    if done == len(runs):
-        with console.status("timing all models in turns"):
-            try:
-                measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)])
-            except MemoryError as error:  # everything else is measured
-                console.print(f"the speed of training is not measured: {error}")
+def _write_facts(out: Path, about: Mapping[str, Any], seconds: float) -> None:
+    """Write rows about the comparison. Its seconds are those of all calls."""
+    path = out / ABOUT
+    earlier = Rows(read_file(path)).about("comparison").get("seconds", 0.0) if path.exists() else 0.0
     facts = {
         "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "seconds": _seconds_spent(out, time.monotonic() - started),
-        **{name: value for name, value in about.items() if name != "config"},
+        "seconds": earlier + seconds,
+        **about,
     }
-    rows = [row("about", "", of="comparison", example=key, key=key, value=value) for key, value in facts.items()]
-    write_rows(out / ABOUT, rows)
-    if done < len(runs):
-        console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
-    if not report:
-        console.print(f"models and rows: {out}; diff-transformer report {out} --out FILE judges them")
-        return {}
-    return _report(out, console) if done else {}
+    write_rows(path, [row("about", "", of="comparison", example=key, key=key, value=facts[key]) for key in facts])
 
 
 def _report(out: Path, console: Console) -> Verdicts:
@@ -234,14 +225,12 @@ def read_comparison(out: Path) -> Rows:
     return main.joined(small).joined(Rows(each for path in more for each in read_file(path)))
 
 
-def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
+def measure_speed(config: RunConfig, out: Path, sides: Sequence[str], console: Console) -> None:
     """The speed of the trained models of the first seed, alone on the machine, with all threads.
 
     It is measured once and kept in ``out/throughput.jsonl.gz``. All models are timed together, so that any two can be
-    compared: again if one of ``sides`` is new. Their steps are those of the run, but for what it compiles.
-
-    Raises:
-        MemoryError: if the models do not fit beside each other, saying what they need.
+    compared: again if one of ``sides`` is new. Their steps are those of the run, but for what it compiles. Models that
+    do not fit into the GPU's memory together are not timed, which ``console`` says.
     """
     import torch
 
@@ -254,7 +243,6 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
     if path.exists() and {each["side"] for each in read_file(path)} >= set(sides):
         return
     folders = {side: out / "members" / f"{side}-seed0" / "run" / "model" for side in sides}
-    _require_room_for_all(config, [*folders.values()])
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -271,32 +259,12 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str]) -> None:
             loss_chunk=config.train.loss_chunk, repeats=config.evaluation.throughput_repeats,
         )  # fmt: skip
     except torch.OutOfMemoryError as error:  # a pass did not fit beside the other models
-        raise MemoryError(first_line(error)) from None
+        console.print(f"the speed of training is not measured: {first_line(error)}")
+        return
     finally:
         torch.set_num_threads(threads)
     rows = [rows_of(of.experiment, of.rows, of.about, side, setting=config.name) for side, of in results.items()]
     write_rows(path, itertools.chain.from_iterable(rows))
-
-
-def _require_room_for_all(config: RunConfig, folders: Sequence[Path]) -> None:
-    """Raise MemoryError if the models and their optimizers do not fit into memory together."""
-    import torch
-
-    from diff_transformer.model.convert.folder import model_without_weights
-    from diff_transformer.train.initial_model import is_of_attention
-    from diff_transformer.train.recompute import FILLED, device_memory
-
-    device, needed = torch.device("cuda" if torch.cuda.is_available() else "cpu"), 0
-    for folder in folders:
-        for name, tensor in model_without_weights(folder).named_parameters():
-            trained = config.train.weights == "all" or is_of_attention(name)
-            needed += tensor.numel() * (16 if trained else 4)  # weight; gradient and two moments
-    there = device_memory(device)
-    if needed > FILLED * there:
-        raise MemoryError(
-            f"{len(folders)} models with their gradients and moments, timed in turns, take {needed / 2**30:.1f} GiB of "
-            f"{there / 2**30:.1f} GiB {device.type} memory"
-        )
 
 
 def comparison_specs(
@@ -326,52 +294,21 @@ def comparison_specs(
     return specs + more
 
 
-def known_variants(names: Iterable[str], out: Path) -> list[str]:
-    """The variants of a comparison without the pair: the requested ones and those that ``out`` already has.
-
-    Raises:
-        ValueError: for a name that ``variant_fields`` does not accept.
-    """
-    names, path = list(names), out / "variants.json"
-    for name in names:
-        variant_fields(name)
-    earlier = read_json(path) if path.exists() else []
-    return [name for name in dict.fromkeys([*earlier, *names]) if name not in PAIR]
-
-
-def _prepare(config: RunConfig, out: Path, seeds: int, resume: bool, drawn: bool = True) -> None:
+def _prepare(config: RunConfig, out: Path, runs: Mapping[Path, RunSpec], resume: bool, drawn: bool) -> None:
     """Create ``out`` for this comparison, or check that it holds this comparison and may be continued."""
-    path = out / REQUEST
-    if path.exists():
+    if (out / REQUEST).exists():
         if not resume:
             raise UserError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
-        there = read_json(path)
-        earlier = RunConfig.from_dict(there["config"])
-        different = differences({"config": earlier.to_dict()}, {"config": config.to_dict()})
-        if different:
-            listed = "\n  ".join(different)
-            raise UserError(f"{out} holds a comparison with other settings (saved against given):\n  {listed}")
-        if seeds < there["seeds"]:
-            raise UserError(
-                f"{out} holds a comparison of {there['seeds']} seeds, more than the given {seeds}; give --seeds "
-                f"{there['seeds']} to continue it, a larger number to add seeds, or choose another folder"
-            )
     elif out.is_dir() and any(out.iterdir()):
         raise UserError(f"{out} is not empty and holds no comparison; choose another folder")
-    else:
-        require_writable(out)
-        if drawn:
-            for side in PAIR:
-                resolve(dataclasses.replace(config, model=side_model(config, side)))
+    check_folders(runs)
+    require_writable(out)
+    if drawn and not all(map(finished, runs)):
+        for side in PAIR:
+            resolve(dataclasses.replace(config, model=side_model(config, side)))
+    if not out.exists():
         _check_data(config)
-        out.mkdir(parents=True, exist_ok=True)
-        _write(path, {"seeds": seeds, "config": config.to_dict()})
-
-
-def _threads_there(out: Path) -> int:
-    """Threads per model in the comparison that ``out`` holds; 0 if it holds none."""
-    path = out / REQUEST
-    return read_json(path)["config"]["train"]["threads"] if path.exists() else 0
+        out.mkdir(parents=True)
 
 
 def _check_data(config: RunConfig) -> None:
@@ -400,15 +337,3 @@ def _check_data(config: RunConfig) -> None:
             except ValueError as error:
                 hint = str(error).replace("--split all", f"--set evaluation.more.{name}.split=all")
                 raise UserError(f"evaluation.more.{name}: {hint}") from None
-
-
-def _seconds_spent(out: Path, now: float) -> float:
-    """Seconds of this call and of earlier, interrupted ones."""
-    path = out / "seconds.json"
-    total = now + (read_json(path) if path.exists() else 0.0)
-    write_whole(path, json.dumps(total))
-    return total
-
-
-def _write(path: Path, values: dict) -> None:
-    write_whole(path, json.dumps(values, indent=1) + "\n")

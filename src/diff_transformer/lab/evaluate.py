@@ -8,8 +8,8 @@ An experiment is a module with
     amount(settings)    prompts and their tokens in all, for ``--dry-run``; by default ``samples`` of ``length`` tokens
 
 An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model,
-``run_suite`` several experiments on several models. One of yours is named by its file, ``path/to/mine.py``, or
-by its entry point in the group ``diff_transformer.experiments``; ``examples/my_experiment.py`` is one.
+``run_suite`` several experiments on several models. One of yours is named by its file, ``path/to/mine.py``;
+``examples/my_experiment.py`` is one.
 """
 
 import json
@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from functools import cache
 from importlib import import_module
-from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -53,24 +52,20 @@ EXPERIMENTS = {  # in the order of the paper
     "gradient_flow": "Appendix F: magnitudes of gradients, in a model and in its pair",
 }
 _MODULES = {"associative_recall": "repeat_loss", "recall": "kv_recall"}  # where the name is another
-GROUP = "diff_transformer.experiments"  # of entry points
 
 
 @cache
 def experiment(name: str) -> ModuleType:
-    """The module of an experiment: of this package, of a file of Python, or of an entry point of another package.
+    """The module of an experiment of this package, or in a file of Python.
 
     Raises:
         ValueError: for an unknown name, or a module that is not an experiment.
     """
     if name in EXPERIMENTS:
         return import_module(f"diff_transformer.{'lab' if name == 'scaling' else 'evals'}.{_MODULES.get(name, name)}")
-    if name.endswith(".py") and Path(name).is_file():
-        module = load_file(name)
-    else:
-        others = {found.name: found for found in entry_points(group=GROUP)}
-        require_known("experiment", name, {**EXPERIMENTS, **others}, ", a file of Python, or all")
-        module = others[name].load()
+    if not (name.endswith(".py") and Path(name).is_file()):
+        require_known("experiment", name, EXPERIMENTS, ", a file of Python, or all")
+    module = load_file(name)
     if not is_dataclass(getattr(module, "Settings", None)) or not callable(getattr(module, "run", None)):
         raise UserError(
             f"{name} is no experiment; give it a frozen dataclass Settings and run(lm, settings, samples), which "
@@ -214,13 +209,10 @@ class Outcome:
     error: str | None = None
 
 
-def names_of(name: str, quick: bool) -> tuple[str, ...]:
-    """The experiments that a name on the command line stands for.
-
-    "all" stands for every experiment that measures a model; with ``quick`` also for those that read tables.
-    """
+def names_of(name: str) -> tuple[str, ...]:
+    """The experiments that a name on the command line stands for: "all" for every one that measures a model."""
     if name == "all":
-        return tuple(n for n in EXPERIMENTS if quick or _needs_model(n))
+        return tuple(n for n in EXPERIMENTS if _needs_model(n))
     experiment(name)
     return (name,)
 

@@ -6,11 +6,10 @@
     --------- x -------- x ---->      at which both curves have the same loss
 
 The paper reads off 6.8B against 11B parameters (62.2 %), 7.8B against 13.1B (59.5 %), and 160B against 251B tokens
-(63.7 %). It does not publish its losses as numbers, so a made-up table with such a ratio checks this code.
+(63.7 %). It does not publish its losses as numbers.
 """
 
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,29 +27,24 @@ if TYPE_CHECKING:
     import pandas as pd
 
 NEEDS_MODEL = False
-SYNTHETIC = "synthetic"
-FORMS = {"offset": 3, "plain": 2}  # parameters: a, b, c; or a and b, with c = 0
 HUBER = 0.01
 COLUMNS = ("model", "parameters", "tokens", "loss")
-ALIASES = {"transformer": "softmax", "baseline": "softmax", "differential": "diff", "diff transformer": "diff"}
-_UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
-_STARTS = np.geomspace(0.02, 2.0, 12)  # exponents from which a fit begins
+_SLOPES = np.geomspace(0.02, 2.0, 8)  # exponents from which a fit starts
 
 
 @dataclass(frozen=True)
 class Settings:
     """The settings of a fit. The comment at each field documents it."""
 
-    # tables of runs, separated by commas: CSV with model, parameters, tokens, loss; folders of comparisons or studies;
-    # or "synthetic", a made-up table with the paper's ratios, which only checks the fit
+    # tables of runs, separated by commas: CSV with model, parameters, tokens, loss; folders of comparisons or studies
     runs: str = ""
-    ours: str = "diff"  # model of the table to compare, or "DIFF"
-    reference: str = "softmax"  # model that it is compared with, or "Transformer"
-    form: str = "offset"  # "offset" for a x^-b + c, "plain" for a x^-b
+    ours: str = "diff"  # model of the table to compare
+    reference: str = "softmax"  # model that it is compared with
     huber: float = HUBER  # size, in log loss, from which a residual counts linearly
 
 
-QUICK: dict = {"runs": SYNTHETIC}
+QUICK: dict = {}
+NEEDED = 3  # sizes, as many as a fit has parameters
 
 
 def require_installed() -> None:
@@ -63,7 +57,7 @@ class PowerLaw:
     """``L(x) = a x^-b + c``, fitted over x from ``low`` to ``high``.
 
     Attributes:
-        theta: log a, at ``scale``; log b; and log c with the form "offset".
+        theta: log a, at ``scale``; log b; log c.
         covariance: of ``theta``, from the fit's Jacobian.
         freedom: losses minus parameters; with 0 there are no intervals.
     """
@@ -76,12 +70,12 @@ class PowerLaw:
     freedom: int
 
     def loss(self, x: float, theta: np.ndarray | None = None) -> float:
-        height, slope, offset = _parameters(self.theta if theta is None else theta)
+        height, slope, offset = np.exp(self.theta if theta is None else theta)
         return height * (x / self.scale) ** -slope + offset
 
     def inverse(self, loss: float, theta: np.ndarray | None = None) -> float:
         """The x at which the curve has this loss; infinity where it never comes so low."""
-        height, slope, offset = _parameters(self.theta if theta is None else theta)
+        height, slope, offset = np.exp(self.theta if theta is None else theta)
         if loss <= offset:
             return math.inf
         power = -math.log((loss - offset) / height) / slope
@@ -96,27 +90,23 @@ class PowerLaw:
         return self.low * (1 - 1e-9) <= x <= self.high * (1 + 1e-9)
 
 
-def _parameters(theta: np.ndarray) -> tuple[float, float, float]:
-    return math.exp(theta[0]), math.exp(theta[1]), math.exp(theta[2]) if len(theta) > 2 else 0.0
-
-
-def fit_power_law(x: Sequence[float], loss: Sequence[float], *, form: str = "offset", huber: float = HUBER) -> PowerLaw:
-    """Fit ``a x^-b + c`` (``form="offset"``) or ``a x^-b`` (``"plain"``) to losses in nats (Figure 3).
+def fit_power_law(x: Sequence[float], loss: Sequence[float], *, huber: float = HUBER) -> PowerLaw:
+    """Fit ``a x^-b + c`` to losses in nats (Figure 3).
 
     The fit minimises Huber's loss of ``log(a x^-b + c) - log L``: residuals below ``huber`` count as squares, larger
     ones linearly, so that one bad run does not bend the curve.
 
     Raises:
-        UserError: for values that are not positive and finite, fewer distinct x than the form needs (3 and 2), losses
-            that do not fall with x, or an unknown form.
+        UserError: for values that are not positive and finite, fewer than 3 distinct x, or losses that do not fall
+            with x.
     """
-    from scipy.optimize import least_squares
+    from scipy.optimize import least_squares, nnls
 
     xs, losses = np.asarray(x, float), np.asarray(loss, float)
     if not (np.isfinite([*xs, *losses]).all() and min(*xs, *losses) > 0):
         raise UserError("sizes and losses must be positive and finite; leave out runs that diverged")
-    if len(set(xs)) < FORMS[form]:
-        raise UserError(f"there are {len(set(xs))} different sizes; form {form!r} needs {FORMS[form]}")
+    if len(set(xs)) < NEEDED:
+        raise UserError(f"there are {len(set(xs))} different sizes; a fit needs {NEEDED}")
     order = np.argsort(xs)
     if np.polyfit(np.log(xs), np.log(losses), 1)[0] >= 0:
         raise UserError(f"the loss does not fall with size: {losses[order[0]]:.4g} to {losses[order[-1]]:.4g}")
@@ -124,19 +114,16 @@ def fit_power_law(x: Sequence[float], loss: Sequence[float], *, form: str = "off
     ratio = xs / scale
 
     def residuals(theta: np.ndarray) -> np.ndarray:
-        height, slope, offset = _parameters(np.clip(theta, -50, 50))
+        height, slope, offset = np.exp(np.clip(theta, -50, 50))
         return np.log(height * ratio**-slope + offset) - logs
 
-    found = []
-    for slope in _STARTS:
-        for share in (0.2, 0.6, 0.95)[: 3 if form == "offset" else 1]:
-            offset = share * losses.min() if form == "offset" else 0.0
-            start = [math.log(max(losses.mean() - offset, 1e-9)), math.log(slope), math.log(offset or 1)][: FORMS[form]]
-            found.append(
-                least_squares(residuals, start, loss="huber", f_scale=huber, xtol=1e-12, ftol=1e-12, gtol=1e-12)
-            )
-    best = min(found, key=lambda each: each.cost)
-    freedom = len(losses) - FORMS[form]
+    fits = []
+    for slope in _SLOPES:  # for each exponent the best of the other two, which are linear
+        (height, offset), _ = nnls(np.stack([ratio**-slope, np.ones_like(ratio)], axis=1), losses)
+        start = np.log([max(height, 1e-9), slope, max(offset, 1e-9)])
+        fits.append(least_squares(residuals, start, loss="huber", f_scale=huber, xtol=1e-12, ftol=1e-12, gtol=1e-12))
+    best = min(fits, key=lambda fit: fit.cost)
+    freedom = len(losses) - NEEDED
     spread = float(best.fun @ best.fun) / freedom if freedom else math.inf
     covariance = np.linalg.pinv(best.jac.T @ best.jac) * spread
     return PowerLaw(best.x, covariance, scale, float(xs.min()), float(xs.max()), freedom)
@@ -187,8 +174,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
             "comparisons or studies"
         )
     tables = [path.strip() for path in settings.runs.split(",") if path.strip()]
-    table = synthetic_runs() if settings.runs == SYNTHETIC else read_runs(tables)
-    return evaluate_scaling(table, settings)
+    return evaluate_scaling(read_runs(tables), settings)
 
 
 def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> Result:
@@ -205,9 +191,7 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
     Raises:
         UserError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
     """
-    ours, reference = canonical(settings.ours), canonical(settings.reference)
-    if settings.form not in FORMS:
-        raise UserError(f"form is {settings.form!r}; give {' or '.join(map(repr, FORMS))}")
+    ours, reference = settings.ours, settings.reference
     known = sorted(runs["model"].unique())
     for name in (ours, reference):
         if name not in known:
@@ -215,14 +199,11 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
     rows: list[dict] = []
     refused: list[str] = []
     for fit, fixed in (("parameters", "tokens"), ("tokens", "parameters")):
-        pair = _comparable(runs, (ours, reference), fit, fixed, FORMS[settings.form])
+        pair = _comparable(runs, (ours, reference), fit, fixed)
         if pair is None:
-            refused.append(f"loss against {fit}: both models need {FORMS[settings.form]} sizes at equal {fixed}")
+            refused.append(f"loss against {fit}: both models need {NEEDED} sizes at equal {fixed}")
             continue
-        laws = {
-            name: fit_power_law(of[fit], of["loss"], form=settings.form, huber=settings.huber)
-            for name, of in pair.items()
-        }
+        laws = {name: fit_power_law(of[fit], of["loss"], huber=settings.huber) for name, of in pair.items()}
         for name, of in pair.items():
             low, high = exponent_interval(laws[name])
             row = {"side": name, "fit": fit, "exponent": laws[name].exponent}
@@ -254,9 +235,7 @@ def _ratio(ours: PowerLaw, reference: PowerLaw, sizes: Sequence[float]) -> dict[
     return made
 
 
-def _comparable(
-    runs: "pd.DataFrame", names: tuple[str, str], fit: str, fixed: str, needed: int
-) -> "dict[str, pd.DataFrame] | None":
+def _comparable(runs: "pd.DataFrame", names: tuple[str, str], fit: str, fixed: str) -> "dict[str, pd.DataFrame] | None":
     """The runs of a fit by model; None where there are too few.
 
     A fit against tokens takes points of training curves where both models have some, else finished runs. The runs of a
@@ -267,7 +246,7 @@ def _comparable(
     part = curve if fit == "tokens" and all((runs[curve]["model"] == name).any() for name in names) else ~curve
     ours, reference = (runs[part & (runs["model"] == name)] for name in names)
     slack = 0.1 if fixed == "parameters" else 1e-9
-    best, most = None, needed
+    best, most = None, NEEDED
     for anchor in sorted(reference[fixed].unique()):
         nearest = min(ours[fixed].unique(), key=lambda value: abs(value - anchor), default=math.inf)
         if abs(nearest - anchor) <= slack * anchor:
@@ -281,17 +260,11 @@ def _comparable(
 # ---- tables of runs
 
 
-def canonical(model: str) -> str:
-    """``diff`` or ``softmax`` for any common name of the paper's two models; other names unchanged."""
-    plain = model.strip().lower()
-    return ALIASES.get(plain, plain if plain in ("diff", "softmax") else model.strip())
-
-
 def read_runs(paths: Sequence[Path | str]) -> "pd.DataFrame":
-    """The runs of CSV tables, and of folders of comparisons and studies. Counts may be written as 6.8B.
+    """The runs of CSV tables, and of folders of comparisons and studies.
 
     Raises:
-        UserError: for a missing path, a table without the columns, or a count that is no positive number.
+        UserError: for a missing path, a table without the columns, or a number that is not positive.
     """
     import pandas as pd
 
@@ -309,28 +282,16 @@ def _from_csv(path: Path) -> "pd.DataFrame":
 
     if not path.is_file():
         raise UserError(f"no table of runs at {path}; give a .csv or a folder of comparisons")
-    frame = pd.read_csv(path, dtype=str, encoding="utf-8-sig", skipinitialspace=True).dropna(how="all")
-    frame.columns = [str(name).strip().lower() for name in frame.columns]
-    missing = [name for name in COLUMNS if name not in frame]
-    if missing:
+    frame = pd.read_csv(path, encoding="utf-8-sig", skipinitialspace=True)
+    if missing := [name for name in COLUMNS if name not in frame]:
         raise UserError(f"{path} has no {', '.join(missing)}; needed: {', '.join(COLUMNS)}")
     for column in COLUMNS[1:]:
-        places = zip(frame.index, frame[column], strict=True)
-        frame[column] = [_count(text, f"{path}, line {place + 2}: {column}") for place, text in places]
-    return frame.assign(model=frame["model"].map(lambda name: canonical(str(name))), part="final")[[*COLUMNS, "part"]]
-
-
-def _count(text: object, where: str) -> float:
-    plain = str(text).strip().replace("_", "").upper()
-    unit = _UNITS.get(plain[-1:], 1.0)
-    digits = re.sub(r",(?=\d{3}(?!\d))", "", plain.rstrip("KMBT"))  # 6,800 is a count, 3,06 a typing error
-    try:
-        value = float(digits) * unit
-    except ValueError:
-        value = math.nan
-    if not 0 < value < math.inf:
-        raise UserError(f"{where} is {text!r}; give a positive number, for example 3.06 or 6.8B")
-    return value
+        numbers = pd.to_numeric(frame[column], errors="coerce")
+        if not (numbers > 0).all():
+            wrong = frame[column][~(numbers > 0)].iloc[0]
+            raise UserError(f"{path}: {column} is {wrong}; give a positive number, for example 3.06 or 6.8e9")
+        frame[column] = numbers
+    return frame[[*COLUMNS]].assign(part="final")
 
 
 def runs_of(rows: Rows) -> "pd.DataFrame":
@@ -352,7 +313,7 @@ def runs_of(rows: Rows) -> "pd.DataFrame":
             part = "final" if place == len(points) - 1 else "curve"
             made.append(
                 {
-                    "model": canonical(str(side)),
+                    "model": side,
                     "parameters": parameters,
                     "tokens": step * tokens,
                     "loss": loss,
@@ -362,16 +323,3 @@ def runs_of(rows: Rows) -> "pd.DataFrame":
     frame = pd.DataFrame(made, columns=[*COLUMNS, "part"])
     finished = frame[frame["part"] == "final"].assign(part="curve")  # a curve has its end too
     return pd.concat([frame, finished], ignore_index=True)
-
-
-def synthetic_runs() -> "pd.DataFrame":
-    """A made-up table with the paper's sizes. DIFF needs exactly 62.2 % of the parameters and 63.7 % of the tokens for
-    the Transformer's loss. The table checks the fit; its losses come from no model."""
-    import pandas as pd
-
-    made = []
-    for name, of_size, of_tokens in (("softmax", 1.0, 1.0), ("diff", 0.622, 0.637)):
-        sizes = [(size, 10e9, 1.8 + 300 * (size / of_size) ** -0.28) for size in (0.83e9, 1.4e9, 2.8e9, 6.8e9, 13.1e9)]
-        tokens = [(3e9, n * 1e9, 1.7 + 500 * (n * 1e9 / of_tokens) ** -0.27) for n in range(40, 361, 40)]
-        made += [(name, *point, "final") for point in sizes + tokens]
-    return pd.DataFrame(made, columns=[*COLUMNS, "part"])

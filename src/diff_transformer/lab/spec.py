@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import differences, read_json
+from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.rows import REQUEST
@@ -72,20 +72,25 @@ class RunSpec:
         values["measure"], values["config"] = tuple(values["measure"]), RunConfig.from_dict(values["config"])
         return cls(**values)
 
-    def differences(self, folder: Path, *, evaluation: bool = False) -> list[str]:
-        """Settings in which the run saved in ``folder`` differs from this spec, but for those that change results by
-        rounding at most; empty for a new folder.
 
-        Args:
-            evaluation: also compare the settings of the measurements.
-        """
-        from diff_transformer.train.run_folder import changes_results
+def check_folders(runs: Mapping[Path, RunSpec]) -> None:
+    """Check that no folder holds a run that was trained with other settings. What is measured may differ.
 
+    Raises:
+        UserError: if one does, with the settings that differ.
+    """
+    from diff_transformer.train.run_folder import changes_results
+
+    for folder, spec in runs.items():
         if not (folder / REQUEST).exists():
-            return []
-        there, here = RunConfig.from_dict(read_json(folder / REQUEST)["config"]).to_dict(), self.config.to_dict()
-        measured = differences(there["evaluation"], here["evaluation"], "evaluation.") if evaluation else []
-        return [*changes_results(there, here), *measured]
+            continue
+        there = RunConfig.from_dict(read_json(folder / REQUEST)["config"]).to_dict()
+        if different := changes_results(there, spec.config.to_dict()):
+            lines = "\n  ".join(different)
+            raise UserError(
+                f"{folder} has another configuration (saved against given):\n  {lines}\nchoose another folder, or give "
+                "the settings it has"
+            )
 
 
 def everything(config: RunConfig) -> tuple[str, ...]:

@@ -23,7 +23,7 @@ from diff_transformer.lab.announce import announced_runs
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.record import load_run
 from diff_transformer.lab.rows import finished
-from diff_transformer.lab.spec import REQUEST, RunSpec
+from diff_transformer.lab.spec import REQUEST, RunSpec, check_folders
 from diff_transformer.lab.stages import Stage
 from diff_transformer.train.config import NO_CORPUS
 from diff_transformer.train.run_folder import LOCK, locked
@@ -149,20 +149,9 @@ def _check(specs: list[RunSpec], out: Path) -> None:
     for spec in specs:
         if there.setdefault(spec.key, spec).config.to_dict() != spec.config.to_dict():
             raise UserError(f"two runs of the plan have the folder {spec.key}; put {{rate}} into the stage's folder")
-        different = _differences(spec, out / spec.key)
-        if different:
-            listed = "\n  ".join(different)
-            raise UserError(
-                f"{out / spec.key} has another configuration (saved against given):\n  {listed}\n"
-                "give the corpus it was made with, or choose another folder"
-            )
+    check_folders({out / spec.key: spec for spec in specs})
     missing = [spec.config for spec in specs if not finished(out / spec.key)]
     for config in {json.dumps(config.model, sort_keys=True): config for config in missing}.values():
         resolve(config)
     for source in {config.data.corpus for config in missing} - {"python", NO_CORPUS}:
         load_corpus(source)
-
-
-def _differences(spec: RunSpec, folder: Path) -> list[str]:
-    """The training settings in which a run in ``folder`` differs from ``spec``. Its measurements may differ."""
-    return spec.differences(folder)

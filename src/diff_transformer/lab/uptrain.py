@@ -7,12 +7,10 @@ what was before for each of them.
 
 import copy
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
 
 from diff_transformer.checks import first_line
@@ -29,12 +27,11 @@ from diff_transformer.model.convert.folder import (
     package_config,
 )
 from diff_transformer.model.convert.from_softmax import nearest, to_differential
-from diff_transformer.model.cost import count_parameters, training_memory
 from diff_transformer.model.loading import model_path, read_model, read_tokenizer
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.plan import check_trainable
-from diff_transformer.train.recompute import ATTENTION_DROPOUT, FILLED, device_memory
+from diff_transformer.train.recompute import ATTENTION_DROPOUT
 
 # Settings of a model's form, which is the source's.
 _SHAPE = (
@@ -53,7 +50,6 @@ class Source:
         origin: its layout, as of ``convert_folder``; None for a model that keeps its class.
         models: fields of ``DiffTransformerConfig`` by side; of a model that keeps its class the nearest ones.
         no_control: why there is no "wider"; "" if there is.
-        more: parameters that a model that keeps its class has beyond the nearest ones, as experts are.
         dropout: names of the configuration's settings of attention dropout, which every side is trained without.
     """
 
@@ -61,7 +57,6 @@ class Source:
     origin: str | None
     models: dict[str, dict[str, Any]]
     no_control: str = ""
-    more: int = 0
     dropout: tuple[str, ...] = ()
 
     @property
@@ -111,25 +106,6 @@ class Source:
         train = dataclasses.replace(config.train, initial_model=None)
         return dataclasses.replace(config, model=fields, data=data, train=train)
 
-    def fitting_jobs(self, config: RunConfig, jobs: int, say: Callable[[str], object]) -> int:
-        """At most ``jobs``: as many models as this machine's memory can train at a time. It says what they take.
-
-        Raises:
-            ValueError: if not even one fits.
-        """
-        needed, what = _memory(config, DiffTransformerConfig(**self.models["diff"]), self.more)
-        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        there = device_memory(device)
-        fit = int(FILLED * there // needed)
-        said = f"about {needed / 2**30:.1f} GiB a model ({what}), {there / 2**30:.1f} GiB {device.type} memory"
-        if not fit:
-            raise UserError(
-                f"training needs {said}; set train.micro_batch_size=1, train.activation_checkpointing=full, "
-                "train.loss_chunk=1024, train.weights=attention, or a smaller data.length"
-            )
-        say(f"memory: {said}; {min(jobs, fit)} at a time")
-        return min(jobs, fit)
-
     def write(self, out: Path) -> None:
         """Write the folders that training starts from, unless they are there."""
         for side in self.models:
@@ -166,13 +142,12 @@ def read_source(name: str | Path) -> Source:
     """
     folder = _folder(name)
     read_tokenizer(str(folder))
-    softmax, more, dropout = package_config(folder), 0, ()
+    softmax, dropout = package_config(folder), ()
     model = model_without_weights(folder)
     origin = None if softmax is None else layout_of(folder)[0]
     if softmax is None:  # it keeps its class
         check_trainable(folder, model)
         softmax = nearest(model.config)
-        more = max(0, model.num_parameters() - sum(count_parameters(softmax).values()))
         dropout = tuple(name for name in ATTENTION_DROPOUT if getattr(model.config, name, 0))
     models: dict[str, Any] = {
         "softmax": softmax,
@@ -185,21 +160,7 @@ def read_source(name: str | Path) -> Source:
         no_control = first_line(error)
     models[SOURCE] = softmax
     fields = {side: _fields(config) for side, config in models.items()}
-    return Source(folder, origin, fields, no_control, more, dropout)
-
-
-def _memory(config: RunConfig, model: DiffTransformerConfig, more: int = 0) -> tuple[int, str]:
-    """Bytes of a step of ``model`` with ``more`` parameters outside attention, and what they are for."""
-    memory = training_memory(
-        model, tokens=config.train.rows_of_a_pass() * config.data.length, mixed=config.train.precision == "bf16-mixed",
-        activation_checkpointing=config.train.activation_checkpointing, loss_chunk=config.train.loss_chunk,
-    )  # fmt: skip
-    parts = count_parameters(model)
-    every, weights = sum(parts.values()), config.train.weights
-    trained = every if weights == "all" else parts["attention"] + parts["lambda"]
-    total = memory.total - 12 * (every - trained)
-    total += (16 if weights == "all" else 4) * more
-    return total, f"{every + more:,} parameters, {weights} trained"
+    return Source(folder, origin, fields, no_control, dropout)
 
 
 def _fields(config: DiffTransformerConfig) -> dict[str, Any]:

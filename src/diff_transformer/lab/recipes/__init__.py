@@ -13,7 +13,6 @@ RECIPES: dict[str, Callable[[], RunConfig]] = {
     "desk": desk.desk,
     "novels": desk.novels,
     "one_gpu": one_gpu.one_gpu,
-    "one_gpu_16k": one_gpu.one_gpu_16k,
     "uptrain": desk.uptrain,
     **paper.recipes(),
 }

@@ -47,29 +47,3 @@ def one_gpu() -> RunConfig:
         ),
         evaluation=EvaluationConfig(needles=((1, 1), (2, 2), (4, 2), (6, 2)), samples=50, more={"long_nll": {}}),
     )
-
-
-def one_gpu_16k() -> RunConfig:
-    """The pair of ``one_gpu`` continued at 16K tokens with a rotary base of 640,000 (section 3.3, at this size).
-
-    Command: ``diff-transformer train --recipe one_gpu_16k --set train.initial_model=FOLDER --set data.corpus=BOOKS
-    --out runs/one_gpu_16k``, where FOLDER is the DIFF model of ``one_gpu``. For the matched Transformer, give its
-    folder, another ``--out`` and ``--set model.attention=softmax --set model.head_norm_init=1.0``.
-    Then ``diff-transformer eval needle --model runs/one_gpu_16k/model --set cells=[[4,1]]
-    --set lengths=[4096,8192,16384] --out runs/needle_16k.json``. Hardware: one H100-class GPU. Time: 2 minutes a model
-    (``model.cost``); not measured. Expected: unknown, not yet run.
-    """
-    config = one_gpu()
-    config.name = "one_gpu_16k"
-    config.model |= {
-        "max_position_embeddings": 16_384,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 640_000.0},
-    }
-    config.data.length = 16_384
-    config.optim.lr, config.optim.warmup_steps = 2e-4, 20
-    config.train.steps, config.train.batch_size = 200, 4
-    config.train.validate_every, config.train.validation_rows, config.train.checkpoint_every = 50, 8, 100
-    config.train.activation_checkpointing = "selective"
-    config.train.loss_chunk = 4096
-    config.evaluation.needles = ((4, 1), (8, 1))
-    return config
