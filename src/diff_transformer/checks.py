@@ -91,14 +91,3 @@ def require_extra(extra: str, purpose: str, *packages: str) -> None:
         raise UserError(
             f"{purpose} needs {' and '.join(missing)}; install with: pip install 'diff-transformer[{extra}]'"
         )
-
-
-def require_whole_percents(depths: Sequence[float]) -> None:
-    """Check that no two of ``depths`` are the same whole percent, by which results name them.
-
-    Raises:
-        ValueError: for depths of which two are.
-    """
-    percents = [round(100 * depth) for depth in depths]
-    if len(set(percents)) < len(percents):
-        raise UserError(f"depths are {list(depths)}, of which two round to the same per cent; give each its own")

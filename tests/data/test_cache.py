@@ -51,13 +51,3 @@ def test_a_damaged_file_is_made_again_and_half_a_file_never_seen(place, monkeypa
     monkeypatch.setattr(os, "replace", full)
     np.testing.assert_array_equal(cache.cached("other", lambda: np.arange(4)), np.arange(4))
     assert [path.name for path in place.iterdir()] == ["key.npy"]
-
-
-def test_the_least_recently_used_goes_first(place, monkeypatch):
-    monkeypatch.setattr(cache, "MAX_BYTES", 3000)
-    for age, key in enumerate(["a", "b"]):
-        cache.cached(key, lambda: np.zeros(1000, np.uint8))
-        os.utime(place / f"{key}.npy", (1000 + age, 1000 + age))
-    cache.cached("a", never)  # used now
-    cache.cached("c", lambda: np.zeros(1500, np.uint8))
-    assert sorted(path.stem for path in place.iterdir()) == ["a", "c"]

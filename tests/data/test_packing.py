@@ -50,13 +50,6 @@ def test_rows_are_a_pure_function_of_seed_and_index():
     assert not np.array_equal(_corpus(seed=4).rows(5, 40)[0], ids)
 
 
-def test_labels_are_an_own_copy_of_the_ids():
-    ids, labels = _corpus().rows(0, 2)
-    np.testing.assert_array_equal(ids, labels)
-    labels[:] = -100
-    assert ids.min() >= 0
-
-
 def test_an_epoch_shows_each_token_at_most_once_and_misses_less_than_a_window():
     corpus = _corpus(length=8, tokens=100)
     for epoch in range(5):
@@ -75,11 +68,6 @@ def test_epochs_differ_in_their_cut_and_their_order():
 def test_without_shuffling_the_corpus_comes_in_order():
     ids = _corpus(length=8, tokens=100, shuffle=False).rows(0, 12)[0]
     np.testing.assert_array_equal(ids.ravel(), np.arange(96))
-
-
-def test_a_corpus_of_exactly_one_window():
-    ids = _corpus(length=8, tokens=8).rows(0, 3)[0]
-    np.testing.assert_array_equal(np.sort(ids, axis=1), np.tile(np.arange(8), (3, 1)))
 
 
 def test_errors(tokenizer):

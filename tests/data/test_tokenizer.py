@@ -57,16 +57,6 @@ def test_a_trained_tokenizer_splits_numbers_into_digits(tokenizer):
     assert [len(encode(without_digits, f" {n}")) for n in (7, 42, 900)] == [1, 2, 3]
 
 
-def test_special_tokens_and_padding(any_tokenizer):
-    assert any_tokenizer.eos_token == any_tokenizer.bos_token == "<|endoftext|>"
-    assert any_tokenizer.pad_token == "<|pad|>"
-    assert any_tokenizer.pad_token_id != any_tokenizer.eos_token_id
-    assert any_tokenizer.padding_side == "left"
-    batch = any_tokenizer(["river", "the river"], padding=True)
-    assert batch["input_ids"][0][0] == any_tokenizer.pad_token_id
-    assert any_tokenizer("the river<|endoftext|>")["input_ids"][-1] == any_tokenizer.eos_token_id
-
-
 def test_training_learns_frequent_words_and_is_repeatable(documents, tokenizer):
     assert len(encode(tokenizer, " mountain")) == 1
     texts = [document.text for document in documents]

@@ -7,8 +7,6 @@ import torch
 from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
-from diff_transformer.data.documents import Document
-from diff_transformer.data.tasks.continuations import continuations_of
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
 from diff_transformer.evals.quantization import (
@@ -179,26 +177,6 @@ def test_a_context_too_long_loses_its_beginning_and_says_so():
     assert [row["cut"] for row in result.rows] == [26, 0]  # 124 + 5 - 1 = 128 tokens are left
     with pytest.raises(ValueError, match="more than the 128 positions"):
         evaluate_quantization(lm, [MultipleChoiceItem("xy", ("z" * 129,), 0)])
-
-
-def test_tasks_from_prose_have_one_right_ending_and_follow_the_seed():
-    subjects = ("harbour", "valley", "market", "garden", "station", "library")
-    documents = [
-        Document(f"prose/{s}", f"The {s} lies quiet at night. Nobody goes there in winter. In spring the {s} opens.")
-        for s in subjects
-    ]
-    documents.append(Document("code/x.py", "First we set one thing in this file. Then we stop the other thing here."))
-    items = continuations_of(documents)
-    assert len(items) == len(subjects)
-    for item in items:
-        subject = next(s for s in subjects if s in item.question)
-        assert item.choices[item.answer] == f"In spring the {subject} opens."
-        assert sum(subject in choice for choice in item.choices) == 1
-        assert len(set(item.choices)) == 4
-    assert items == continuations_of(documents) != continuations_of(documents, seed=1)
-    assert len({item.answer for item in items}) > 1
-    with pytest.raises(ValueError, match="3 documents hold too few paragraphs"):
-        continuations_of(documents[:3])
 
 
 def test_the_command(tmp_path):

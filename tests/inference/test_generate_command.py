@@ -1,6 +1,5 @@
-"""``diff-transformer generate`` and ``export``: what they print, and that what is wrong is said in words."""
+"""``diff-transformer generate``: what it prints, and that what is wrong is said in words."""
 
-import json
 from functools import partial
 
 import pytest
@@ -48,24 +47,6 @@ def test_every_way_prints_the_same_text(run, model, assistant):
     assert run([*drawn, "--seed", "1"]).stdout == run([*drawn, "--seed", "1"]).stdout != plain.stdout
 
 
-def test_a_file_of_prompts_gives_json_lines(run, model, tmp_path):
-    prompts = ["one\u2028still one", "a second,\x0clonger one", "thrée"]
-    (tmp_path / "prompts.txt").write_text("\n".join(prompts) + "\n\n", encoding="utf-8")
-    out = run(
-        ["generate", model, "--prompts", str(tmp_path / "prompts.txt"), "--max-new-tokens", "6", "--batch-size", "2"]
-    )
-    rows = [json.loads(line) for line in out.stdout.split("\n") if line]
-    assert [row["prompt"] for row in rows] == prompts
-    alone = run(["generate", model, prompts[2], "--max-new-tokens", "6"])
-    assert alone.stdout == prompts[2] + rows[2]["text"] + "\n"
-
-
-def test_prompts_that_are_not_utf_8_are_named(run, model, tmp_path):
-    (tmp_path / "latin.txt").write_bytes(b"caf\xe9\n")
-    with pytest.raises(ValueError, match=r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv -f"):
-        run(["generate", model, "--prompts", str(tmp_path / "latin.txt")])
-
-
 def test_a_preset_says_that_it_is_untrained(run):
     out = run(["generate", "debug", "hello", "--max-new-tokens", "3"])
     assert out.exit_code == 0
@@ -78,10 +59,6 @@ def test_a_preset_says_that_it_is_untrained(run):
     [
         (["hello", "--dtype", "half"], UserError, "no dtype 'half'; there are: float32"),
         (["hello", "--assistant", "/nowhere/m"], UserError, "/nowhere/m cannot be loaded"),
-        ([], ValueError, "give one of a prompt"),
-        (["hello", "--prompts", "x"], ValueError, "give one of a prompt"),
-        (["--prompts", "/nowhere.txt"], UserError, "/nowhere.txt is not a file"),
-        (["hello", "--batch-size", "0"], ValueError, "batch_size is 0"),
     ],
 )
 def test_what_is_wrong_is_said(run, arguments, error, message):

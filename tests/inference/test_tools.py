@@ -2,11 +2,6 @@
 
 import json
 import math
-import re
-import shlex
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -44,29 +39,6 @@ def facts(folder):
         "doc_to_text": "{{question}}", "doc_to_choice": "{{choices}}", "doc_to_target": "{{answer}}",
         "metric_list": [{"metric": "acc"}],
     }  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("attention", ["diff"])
-def test_the_harness_s_own_command_opens_a_folder_as_the_page_says(folder, tmp_path):
-    pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
-    page = (Path(__file__).parents[2] / "docs" / "inference.md").read_text()
-    commands = [shlex.split(line) for line in re.findall(r"^    (.*--model hf .*)$", page, re.MULTILINE)]
-    assert [command[0] for command in commands] == ["python", "lm_eval"]
-    (tmp_path / "facts.yaml").write_text(json.dumps(facts(tmp_path)))  # JSON is YAML
-    more = ["--tasks", "facts", "--include_path", str(tmp_path), "--device", "cpu", "--batch_size", "1"]
-    told = []
-    for program, *arguments in commands:
-        start = [sys.executable] if program == "python" else [sys.executable, "-m", program]
-        done = subprocess.run(
-            [*start, *arguments[: arguments.index("--tasks")], *more],
-            cwd=tmp_path, capture_output=True, text=True, timeout=280,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        told.append(re.findall(r"\|facts\s*\|.*", done.stdout))
-    assert told[0]
-    assert told[0] == told[1]
 
 
 @PAIR

@@ -15,7 +15,6 @@ from rich.console import Console
 from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
-from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.errors import UserError
 from diff_transformer.lab.compare import compare, measure_speed, read_comparison
 from diff_transformer.lab.pool import run_pool
@@ -23,9 +22,7 @@ from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.spec import RunSpec
-from diff_transformer.lab.worker import more_experiments
 from diff_transformer.report import write_report
-from diff_transformer.report.words import corpus_of
 from diff_transformer.train.config import override
 from diff_transformer.train.signals import Stopped
 
@@ -240,36 +237,6 @@ def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, sa
         run_pool({folder: RunSpec("", "diff", 0, recipe("debug"))}, jobs=1, show=stop, executor=Waiting())
     assert caught.value.exit_code == code
     assert ("state saved" in str(caught.value)) == saved
-
-
-@pytest.fixture(scope="module")
-def folders(assignments, tmp_path_factory):
-    """Two prepared folders of one tokenizer."""
-    place, texts = tmp_path_factory.mktemp("prepared"), assignments[0].partition("=")[2]
-    for name in ("prose", "code"):
-        prepare(PrepareConfig((texts,), tokenizer="bytes", validation=0.3), place / name)
-    return place
-
-
-def test_what_is_measured_and_the_report_name_the_corpora_that_were_trained_on(folders):
-    one, two = {str(folders / "prose"): 1.0}, {str(folders / "prose"): 3.0, str(folders / "code"): 1.0}
-    config = recipe("debug")
-    config.data.corpora = one
-    assert more_experiments(config)["long_nll"].corpus == str(folders / "prose")
-    assert corpus_of(config.to_dict()["data"]) == "prose"
-    config.data.corpora = two
-    assert corpus_of(config.to_dict()["data"]) == "prose 75 %, code 25 %"
-    config.evaluation.more["long_nll"] = {"corpus": str(folders / "code")}
-    assert more_experiments(config)["long_nll"].corpus == str(folders / "code")
-    assert corpus_of(recipe("debug").to_dict()["data"]) == "python"
-
-
-def test_one_corpus_has_to_be_chosen_of_several_for_an_experiment_that_reads_one(folders, tmp_path):
-    config = override(recipe("debug"), ["data.max_bytes=null", "data.mixture.needles=0"])
-    config.data.corpora = {str(folders / "prose"): 3.0, str(folders / "code"): 1.0}
-    with pytest.raises(ValueError, match=r"evaluation\.more\.long_nll reads one corpus, and data\.corpora has .*code"):
-        compare(config, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.slow

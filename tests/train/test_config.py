@@ -2,17 +2,9 @@ import re
 
 import pytest
 
-from diff_transformer.checks import differences
-from diff_transformer.lab.recipes import RECIPES, recipe
-from diff_transformer.train.config import RunConfig, override
+from diff_transformer.lab.recipes import recipe
+from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
-
-
-@pytest.mark.parametrize("name", RECIPES)
-def test_recipes_are_valid_and_survive_json(name, tmp_path):
-    config = recipe(name)
-    config.save(tmp_path / "config.json")
-    assert RunConfig.load(tmp_path / "config.json") == config
 
 
 def test_overrides_reach_every_kind_of_value():
@@ -92,7 +84,3 @@ def test_what_is_wrong_with_the_model_is_said_before_anything_is_loaded(tmp_path
     with pytest.raises(ValueError, match=r"train\.steps is 10\.5; input should be a valid integer"):
         train(config, tmp_path / "run")
     assert not (tmp_path / "run").exists()
-
-
-def test_differences_name_the_path():
-    assert differences({"a": {"b": 1}, "c": 2}, {"a": {"b": 3}, "c": 2}) == ["a.b: 1 against 3"]

@@ -1,4 +1,3 @@
-import json
 import os
 import shutil
 import signal
@@ -107,24 +106,6 @@ def test_a_run_does_not_go_on_with_another_text(config, tmp_path):
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     name.write_text(original)
     train(config, tmp_path / "run", resume=True)
-
-
-def test_resume_without_checkpoint_or_after_a_cut_line_starts_right(config, tmp_path):
-    folder = tmp_path / "run"
-    train(config, folder)
-    expected = weights(folder)
-    shutil.rmtree(folder / "checkpoints" / "step-00000020")
-    with (folder / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 21, "lo')
-    train(config, folder, resume=True)
-    assert same(weights(folder), expected)
-    assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [
-        0,
-        5,
-        10,
-        15,
-        20,
-    ]
 
 
 def test_activation_checkpointing_changes_nothing(config, tmp_path):

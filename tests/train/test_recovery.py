@@ -1,10 +1,8 @@
 """Runs that are killed, preempted, starved of disk or fed with what is not finite: nothing that was saved is lost."""
 
 import json
-import logging
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -61,19 +59,6 @@ def test_a_killed_run_ends_as_if_nothing_had_been(config, training_data, whole, 
     hit = killed_and_resumed(config, tmp_path / "run", training_data, 3, a_step, seed=1)
     assert hit["kills"] == 3
     assert_same_run(tmp_path / "run", folder)
-
-
-def test_a_damaged_last_checkpoint_costs_a_few_steps_only(config, training_data, whole, tmp_path, caplog):
-    folder = tmp_path / "run"
-    train(config, folder, data=training_data)
-    (state,) = latest_checkpoint(folder).glob("*.safetensors")
-    os.truncate(state, state.stat().st_size - 100)
-    said = []
-    with caplog.at_level(logging.WARNING):
-        train(config, folder, data=training_data, resume=True, announce=said.append)
-    assert "step-00000024 is damaged (00001.safetensors is missing or has another size)" in caplog.text
-    assert said[1] == "continues after step 23 of 24"
-    assert_same_run(folder, whole[0])
 
 
 def test_random_draws_in_training_are_a_function_of_the_step(config, training_data, tmp_path):
@@ -142,23 +127,6 @@ def test_a_signal_while_the_corpus_is_read_claims_nothing(assignments, tmp_path,
     assert not (tmp_path / "run").exists()
 
 
-def test_a_signal_before_a_resumed_run_goes_on_keeps_what_there_was(assignments, whole, tmp_path, monkeypatch):
-    def reading(config):
-        (tmp_path / "reading").touch()
-        time.sleep(60)
-
-    shutil.copytree(whole[0], tmp_path / "run")
-    monkeypatch.setattr("diff_transformer.train.loop.load_training_data", reading)
-    process = start_command(command(tmp_path / "run", assignments, "--resume"), tmp_path / "said")
-    until((tmp_path / "reading").exists, process.is_alive)
-    time.sleep(0.05)
-    process.terminate()
-    process.join(30)
-    assert process.exitcode == 143
-    said = " ".join((tmp_path / "said").read_text().split())
-    assert f"stopped; what was finished is kept in {tmp_path / 'run'}: continue with --resume" in said
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 def test_a_preempted_comparison_exits_0_and_resumes(assignments, tmp_path):
@@ -177,20 +145,6 @@ def test_a_preempted_comparison_exits_0_and_resumes(assignments, tmp_path):
     again = [*program, *command(out, settings, "--resume", name="compare")]
     done = subprocess.run(again, capture_output=True, text=True, check=True)
     assert "report:" in done.stdout
-
-
-@pytest.mark.parametrize("readable", ["a file", "no rights"])
-def test_a_folder_that_cannot_be_written_to_is_said_before_anything_is_read(config, tmp_path, monkeypatch, readable):
-    config = override(config, ["data.corpus=/nowhere"])
-    if readable == "a file":
-        (tmp_path / "thing").write_text("mine")
-        folder, said = tmp_path / "thing" / "run", r"run cannot be a folder: .*thing is a file; choose another --out"
-    else:  # no rights bind root, so the question is answered for it
-        monkeypatch.setattr(os, "access", lambda path, mode: False)
-        folder, said = tmp_path / "deep" / "run", rf"{tmp_path} may not be written to; choose another --out"
-    with pytest.raises(UserError, match=said):
-        train(config, folder)
-    assert not (tmp_path / "deep").exists()
 
 
 class Poisoned:

@@ -1,7 +1,6 @@
 """The lines that ``diff-transformer info`` prints."""
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from rich.table import Table
 
@@ -46,37 +45,6 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
     _row(table, "KV cache, bytes a token (bf16)", diff.kv_bytes_per_token, softmax.kv_bytes_per_token)
     full = diff.length
     _row(table, f"KV cache, bytes at {full} tokens", diff.kv_bytes(full), softmax.kv_bytes(full))
-    return table
-
-
-def folder_table(folder: Path, length: int | None = None) -> Table:
-    """The model in ``folder``: sizes, heads and cache.
-
-    Raises:
-        UserError: if the folder holds no model; for a length that is not positive.
-    """
-    from diff_transformer.model.convert.folder import LAYOUTS, layout_of, model_without_weights, package_config
-
-    (layout, settings), config = layout_of(folder), package_config(folder)
-    kind = LAYOUTS[layout].title if layout else f"a {settings.get('model_type')!r} model"
-    table = Table(title=f"{folder}: {kind}", title_justify="left", show_header=False)
-    if config is None:
-        table.add_row("parameters", f"{model_without_weights(folder).num_parameters():,}")
-        keys = ("num_hidden_layers", "hidden_size", "num_attention_heads", "num_key_value_heads", "vocab_size")
-        for key in (*keys, "max_position_embeddings"):
-            if key in settings:
-                table.add_row(key, str(settings[key]))
-        return table
-    heads, cost = config.heads, model_cost(config, length=length)
-    table.add_row("parameters", f"{cost.total_parameters:,}")
-    table.add_row("attention", name_of(config.attention))
-    table.add_row("layers, width, vocabulary", f"{config.num_hidden_layers}, {config.hidden_size}, {config.vocab_size}")
-    table.add_row("heads", f"{heads.queries} query, {heads.keys} key of width {heads.head_dim}")
-    table.add_row("", f"{heads.values} value, {heads.outputs} output of width {heads.value_dim}")
-    table.add_row("positions", f"{config.max_position_embeddings:,}")
-    table.add_row(f"forward FLOPs a token, {cost.length} tokens", f"{cost.flops_per_token:,}")
-    table.add_row("KV cache, bytes a token (bf16)", f"{cost.kv_bytes_per_token:,}")
-    table.add_row(f"KV cache, bytes at {cost.length} tokens", f"{cost.kv_bytes(cost.length):,}")
     return table
 
 

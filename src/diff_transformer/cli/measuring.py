@@ -200,7 +200,7 @@ def report(
 def info(
     name: Annotated[
         str | None,
-        typer.Argument(metavar="NAME", help="A model preset, a recipe, or a model's folder; by default, all presets."),
+        typer.Argument(metavar="NAME", help="A model preset; by default, all of them and the recipes."),
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
@@ -210,21 +210,12 @@ def info(
         ),
     ] = "diff",
 ):
-    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache.
-
-    Or what a model's folder holds.
-    """
+    """Both sides of a preset: parameters by part, FLOPs per token, key/value cache."""
     from rich.console import Console
 
     from diff_transformer.checks import require_positive
-    from diff_transformer.cli.info import folder_table, pair_table, preset_table
+    from diff_transformer.cli.info import pair_table, preset_table
     from diff_transformer.lab.recipes import RECIPES
 
     require_positive(length=length)
-    if name is None:
-        table = preset_table(RECIPES)
-    elif Path(name).is_dir():
-        table = folder_table(Path(name), length)
-    else:
-        table = pair_table(name, length, attention)
-    Console().print(table)
+    Console().print(pair_table(name, length, attention) if name else preset_table(RECIPES))

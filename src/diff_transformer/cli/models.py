@@ -50,11 +50,7 @@ def convert(
 @app.command()
 def generate(
     model: Annotated[str, typer.Argument(help="Folder of a model with its tokenizer, or its name on the hub.")],
-    prompt: Annotated[str | None, typer.Argument(help="Text to continue; - reads it from standard input.")] = None,
-    prompts: Annotated[
-        Path | None, typer.Option("--prompts", help="File with one prompt per line; prints JSON.")
-    ] = None,
-    batch_size: Annotated[int, typer.Option(help="Prompts of the file per batch.")] = 8,
+    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
     max_new_tokens: Annotated[int, typer.Option(help="Most tokens to generate.")] = 64,
     temperature: Annotated[float, typer.Option(help="0 takes the likeliest token; a positive value samples.")] = 0.0,
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
@@ -64,16 +60,13 @@ def generate(
     assistant: Annotated[str | None, typer.Option(help="Smaller model for speculative decoding; same text.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
 ):
-    """Continue a prompt and stream the text, or continue each line of a file."""
+    """Continue a prompt and stream the text."""
     from diff_transformer.cli.generate import run_generate
     from diff_transformer.inference.generation import GenerationSettings
 
     computing()
     settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, compiled)
-    run_generate(
-        model, prompt, settings, prompts_file=prompts, batch_size=batch_size, device=device, dtype=dtype,
-        assistant=assistant,
-    )  # fmt: skip
+    run_generate(model, prompt, settings, device=device, dtype=dtype, assistant=assistant)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

@@ -1,8 +1,8 @@
 """A cache on the disk of tokenised corpora and trained tokenizers, so that several processes need not repeat the work.
 
 It is the folder ``corpora`` in ``$DIFF_TRANSFORMER_CACHE``, or in ``diff_transformer`` in ``$XDG_CACHE_HOME`` or
-``~/.cache``. Files are written atomically, so any number of processes may use the cache at a time. Above 4 GB, the
-least recently used files are removed.
+``~/.cache``. Files are written atomically, so any number of processes may use the cache at a time. Any of them may be
+removed.
 """
 
 import hashlib
@@ -14,8 +14,6 @@ from pathlib import Path
 import numpy as np
 
 from diff_transformer.durable import replacing
-
-MAX_BYTES = 4 << 30
 
 
 def fingerprint(texts: Iterable[str], *more: object) -> str:
@@ -34,7 +32,6 @@ def cached(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
     folder = Path(os.environ.get("DIFF_TRANSFORMER_CACHE") or caches / "diff_transformer").expanduser() / "corpora"
     path = folder / f"{key}.npy"
     try:
-        os.utime(path)
         return np.load(path, mmap_mode="r")
     except (OSError, ValueError, EOFError):  # none, or one that a power cut left in part
         array = make()
@@ -42,14 +39,4 @@ def cached(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         folder.mkdir(parents=True, exist_ok=True)
         with replacing(path, durable=False) as partial, partial.open("wb") as file:
             np.save(file, array)
-        _forget(folder)
     return array
-
-
-def _forget(folder: Path) -> None:
-    """Remove the least recently used files above ``MAX_BYTES``."""
-    left = MAX_BYTES
-    for path in sorted(folder.iterdir(), key=lambda path: -path.stat().st_mtime):
-        left -= path.stat().st_size
-        if left < 0:
-            path.unlink(missing_ok=True)

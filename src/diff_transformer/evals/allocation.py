@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from diff_transformer.checks import require_positive, require_whole_percents
+from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
@@ -88,7 +88,6 @@ def evaluate_allocation(
         ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
     require_positive(length=settings.length, per_cell=settings.samples, needles=settings.needles)
-    require_whole_percents(settings.depths)
     check_length(lm, settings.length, "the prompt")
     samples, made = samples or Samples(), []
     same = {name: getattr(settings, name) for name in ("length", "needles", "digits")}

@@ -199,18 +199,12 @@ def _check_class(config: RunConfig, folder: Path) -> None:
 
     model: Any = model_without_weights(folder)
     check_trainable(folder, model)
-    train, parallel = config.train, config.train.parallel
+    parallel = config.train.parallel
     refused = {
         "data.documents=separate": config.data.documents == "separate",
         "train.parallel.tensor_parallel": parallel.tensor_parallel > 1,
         "train.parallel.context_parallel": parallel.context_parallel > 1,
     }
-    if not hasattr(model.base_model, "layers"):
-        refused |= {
-            "train.compile": train.compile,
-            "train.activation_checkpointing=selective": train.activation_checkpointing == "selective",
-            "train.parallel.strategy=fsdp": parallel.strategy == "fsdp" or parallel.replicas > 1,
-        }
     if wrong := [name for name, is_set in refused.items() if is_set]:
         raise UserError(
             f"{', '.join(wrong)}: {folder} keeps the class {type(model).__name__}, which does not support it here; "
