@@ -136,18 +136,8 @@ def peak_memory(function: Callable[[], object], device: str | torch.device = "cp
         function()
         torch.cuda.synchronize(device)
         return torch.cuda.max_memory_allocated(device) - before
-    return max([0, *_held(function)])
-
-
-def held_memory(function: Callable[[], object]) -> int:
-    """Bytes of CPU tensors that ``function`` leaves behind."""
-    return [0, *_held(function)][-1]
-
-
-def _held(function: Callable[[], object]) -> list[int]:
-    """Bytes of CPU tensors after each allocation and release during ``function``, less those before."""
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler prints two lines at every start
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
         function()
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]
-    return list(accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns())))
+    return max([0, *accumulate(event.nbytes() for event in sorted(events, key=lambda e: e.start_ns()))])

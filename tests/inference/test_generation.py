@@ -29,7 +29,6 @@ def make(attention="diff", seed=0, **fields):
     torch.manual_seed(seed)
     fields = {
         "embedding_initializer_range": 1.0,
-        "output_initializer_range": 0.1,
         "tie_word_embeddings": False,
         "vocab_size": 258,
         **fields,

@@ -19,7 +19,7 @@ from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
 from diff_transformer.model.implementations import attention_backend
 from diff_transformer.model.inputs import Visible
-from diff_transformer.model.layers import ResidualLinear, RMSNorm, apply_rotary, clip_rms, rotary_tables
+from diff_transformer.model.layers import RMSNorm, apply_rotary, clip_rms, rotary_tables
 from diff_transformer.ops.reference import DiffMaps
 
 
@@ -51,7 +51,7 @@ class Attention(nn.Module):
         self.q_proj = nn.Linear(hidden_size, heads.queries * d, bias=bias)
         self.k_proj = nn.Linear(context_size, heads.keys * d, bias=bias)
         self.v_proj = nn.Linear(context_size, heads.values * dv, bias=bias)
-        self.o_proj = ResidualLinear(heads.outputs * dv, hidden_size, bias)
+        self.o_proj = nn.Linear(heads.outputs * dv, hidden_size, bias=bias)
         self.q_norm = None if qk_norm is None else RMSNorm(d, qk_norm)
         self.k_norm = None if qk_norm is None else RMSNorm(d, qk_norm)
         self.core = core

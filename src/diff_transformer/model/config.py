@@ -150,10 +150,6 @@ class DiffTransformerConfig(PreTrainedConfig):
     embedding_initializer_range: float | None = None
     """Standard deviation of the token embedding; None means ``initializer_range``."""
 
-    output_initializer_range: float | None = None
-    """Standard deviation of the projections that write to the residual stream (W_O and SwiGLU's W_3); None means
-    ``initializer_range``."""
-
     backend: str = "auto"
     """Backend of ``diff_attention`` in every layer."""
 

@@ -1,15 +1,11 @@
 """The cost of a model, from its configuration alone.
 
-Inference: parameters by part, FLOPs for each token, bytes of key/value cache. Training: memory on each device. Training
-keeps 16 bytes for each parameter, with AdamW on fp32 master weights: 4 for the weight, 4 for its gradient, 8 for both
-moments. Sharding divides them by the number of devices; the weights in use are gathered one layer at a time.
+Parameters by part, FLOPs for each token, and bytes of key/value cache.
 """
 
 from dataclasses import dataclass
 
 from diff_transformer.checks import require_positive
-
-_GIB = 1 << 30
 
 
 @dataclass(frozen=True)
@@ -97,113 +93,3 @@ def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -
     heads = config.heads
     cached = config.num_hidden_layers * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
     return Cost(parameters, round(flops), cached * bytes_per_value, length, config.sliding_window)
-
-
-@dataclass(frozen=True)
-class TrainingMemory:
-    """Bytes on one device, without the allocator's overhead (5 to 20 % in practice).
-
-    weights: the device's share of the parameters; their gradients take as much.
-    optimizer: its share of AdamW's two moments.
-    gathered: weights of the layers in use, and with context parallel a layer's keys and values of whole rows.
-    activations: saved for the backward pass.
-    logits: logits and their gradient.
-    """
-
-    weights: int
-    optimizer: int
-    gathered: int
-    activations: int
-    logits: int
-
-    @property
-    def states(self) -> int:
-        """Weights, gradients and moments."""
-        return 2 * self.weights + self.optimizer
-
-    @property
-    def total(self) -> int:
-        return self.states + self.gathered + self.activations + self.logits
-
-    @property
-    def gib(self) -> float:
-        return self.total / _GIB
-
-
-def training_memory(
-    config,
-    *,
-    tokens: int,
-    devices: int = 1,
-    mixed: bool = True,
-    activation_checkpointing: str = "none",
-    loss_chunk: int = 0,
-    tensor_parallel: int = 1,
-    context_parallel: int = 1,
-) -> TrainingMemory:
-    """Memory of a training step on each of ``devices`` that shard weights and optimizer state (FSDP).
-
-    Args:
-        tokens: tokens in one forward and backward pass on one device (its part of the rows).
-        mixed: bf16 computation on fp32 weights; otherwise everything is fp32.
-        activation_checkpointing: "none", "selective" (keep the results of products and attention) or "full" (keep each
-            layer's input).
-        loss_chunk: tokens whose logits are in memory at a time; 0 for all.
-        tensor_parallel: devices that share each layer, times ``devices``.
-        context_parallel: devices that share each row. Each holds a layer's keys and values of the whole row three
-            times: as received, in the order of the row, and their gradient.
-
-    Raises:
-        UserError: for numbers that are not positive.
-    """
-    ways = tensor_parallel
-    require_positive(tokens=tokens, devices=devices, tensor_parallel=ways, context_parallel=context_parallel)
-    parameters = sum(count_parameters(config).values())
-    weights, states = (-(-of_each * parameters // (devices * ways)) for of_each in (4, 16))
-    alive = min(loss_chunk, tokens) if loss_chunk else tokens
-    per_token = activation_bytes(config, mixed=mixed, ways=ways)
-    saved = per_token[activation_checkpointing] * config.num_hidden_layers
-    if activation_checkpointing != "none":
-        saved += per_token["none"]  # of the layer that is computed again
-    computed = 2 if mixed else 4
-    gathered = 0
-    if devices > 1:
-        gathered = 2 * computed * _parameters_of_a_layer(config) + computed * config.vocab_size * config.hidden_size
-        gathered //= ways
-    if context_parallel > 1:
-        heads = config.heads
-        of_a_token = computed * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
-        gathered += 3 * of_a_token * tokens * context_parallel // ways
-    return TrainingMemory(
-        weights=weights,
-        optimizer=states - 2 * weights,
-        gathered=gathered,
-        activations=tokens * saved,
-        logits=alive * config.vocab_size * (computed + 4 + 4) // ways,
-    )
-
-
-def activation_bytes(config, *, mixed: bool, ways: int = 1) -> dict[str, int]:
-    """Bytes for each token that a layer keeps for its backward pass, by ``activation_checkpointing``.
-
-    "none": of the model's width the residual stream before and after attention, and both norms' scaled inputs and
-    outputs; queries, keys, values and outputs of the heads, for differential attention also the head norm's scaled
-    input and output; four tensors of SwiGLU. In mixed precision the residual stream and the norms are fp32, inputs of
-    matrices bf16. "selective": the layer's input, and the results of its seven matrices and of attention. "full": the
-    input. ``ways`` devices share a layer by its heads.
-    """
-    heads, keys = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
-    width, inner, two_maps = config.hidden_size, config.intermediate_size, config.variant.maps == 2
-    computed = 2 if mixed else 4
-    shared = ((2 + 4 * two_maps if mixed else 2 + 2 * two_maps) * heads + 2 * keys + 4 * inner) * computed // ways
-    products = 2 * width + (2 * heads + 2 * keys + 2 * inner) // ways
-    return {
-        "none": (26 if mixed else 24) * width + shared,
-        "selective": 4 * width + computed * products,
-        "full": 4 * width,
-    }
-
-
-def _parameters_of_a_layer(config) -> int:
-    parts = count_parameters(config)
-    return (sum(parts.values()) - parts["embedding"] - parts["head"]) // config.num_hidden_layers

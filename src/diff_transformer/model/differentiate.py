@@ -40,7 +40,6 @@ from diff_transformer.ops.api import diff_attention
 
 KINDS = ("diff_v2", "diff_v3", "diff")
 ENTRY = "differential"  # in the configuration
-FORMAT = 1  # of the entry and the tensors
 FIRST = {"diff_v2": 1.0, "diff_v3": 0.5, "diff": 1.0}  # weight of the first map at the start
 LAMBDA = "differential_lambda"  # a submodule of each attention, and the argument that carries its result
 GATE = "differential_gate"  # the argument that carries the weight of the first map of "diff_v3"
@@ -106,7 +105,7 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
     if dropout := max(float(getattr(rate, "p", rate)) for rate in rates):
         warnings.warn(f"attention dropout {dropout:g} is left out: differential attention has none", stacklevel=2)
     source = source_facts(model.config._name_or_path)
-    setattr(model.config, ENTRY, {"kind": kind, "lambda_init": float(lambda_init), "format": FORMAT, "source": source})
+    setattr(model.config, ENTRY, {"kind": kind, "lambda_init": float(lambda_init), "source": source})
     double(model, parts)
     model.set_attn_implementation(DEFAULT)
     model.add_model_tags(["diff-transformer", "differential-attention"])
@@ -120,11 +119,6 @@ def restore(model: PreTrainedModel, *_: Any) -> None:
         UserError: for an entry that this version does not know, or as ``differentiate``.
     """
     entry = getattr(model.config, ENTRY)
-    if entry.get("format") != FORMAT:
-        raise UserError(
-            f"the configuration's {ENTRY!r} is {entry!r}, and this version of diff-transformer reads format {FORMAT}; "
-            "update the package"
-        )
     check_start(entry["kind"], entry["lambda_init"])
     double(model, [_read(path, x) for path, x in _attentions(model) if not hasattr(x, LAMBDA)])
 

@@ -35,13 +35,6 @@ def clip_rms(x: Tensor, limit: float) -> Tensor:
     return x * (limit / size.clamp_min(limit)).to(x.dtype)
 
 
-class ResidualLinear(nn.Linear):
-    """A projection that writes to the residual stream (W_O, W_3); it has a separate scale at initialisation."""
-
-    def __init__(self, in_features: int, out_features: int, bias: bool = False):
-        super().__init__(in_features, out_features, bias=bias)
-
-
 class PolyNorm(nn.Module):
     """``w_0 n(x^3) + w_1 n(x^2) + w_2 n(x) + b`` with ``n(z) = z / rms(z)`` over the last dimension (arXiv 2411.03884).
 
@@ -74,7 +67,7 @@ class SwiGLU(nn.Module):
         self.act_fn = PolyNorm() if activation == "poly_norm" else nn.SiLU()
         self.gate_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
         self.up_proj = nn.Linear(hidden_size, intermediate_size, bias=False)
-        self.down_proj = ResidualLinear(intermediate_size, hidden_size)
+        self.down_proj = nn.Linear(intermediate_size, hidden_size, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))

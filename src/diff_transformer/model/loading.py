@@ -107,11 +107,6 @@ def read_tokenizer(path: str) -> Any:
         raise UserError(f"{path} has no tokenizer that can be read ({first_line(error)}); save one there") from None
 
 
-def special_tokens(model: Any) -> dict[str, Any]:
-    """The special tokens among a model's generation defaults, by name."""
-    return {name: getattr(model.generation_config, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
-
-
 @contextmanager
 def plain_defaults(model: Any) -> Generator[None]:
     """Context manager that reduces the model's generation defaults to its special tokens.
@@ -119,7 +114,8 @@ def plain_defaults(model: Any) -> Generator[None]:
     Otherwise ``generate`` would use each other default (``min_p``, ``num_return_sequences``, ...) that a call omits.
     """
     defaults = model.generation_config
-    model.generation_config = GenerationConfig(**special_tokens(model))
+    tokens = {name: getattr(defaults, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    model.generation_config = GenerationConfig(**tokens)
     try:
         yield
     finally:

@@ -33,7 +33,7 @@ from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, attention_backend
 from diff_transformer.model.inputs import Packing, Visible, documents_at, restarts, visible_of
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, TokenLambda, present_lambda
-from diff_transformer.model.layers import PolyNorm, ResidualLinear, RMSNorm, SwiGLU, keeping_precision
+from diff_transformer.model.layers import PolyNorm, RMSNorm, SwiGLU, keeping_precision
 from diff_transformer.ops.arguments import traced
 
 
@@ -102,10 +102,9 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
     def _init_weights(self, module: nn.Module):
         config = self.config
         std = config.initializer_range
-        output_std = std if config.output_initializer_range is None else config.output_initializer_range
         embedding_std = std if config.embedding_initializer_range is None else config.embedding_initializer_range
         if isinstance(module, nn.Linear):
-            init.normal_(module.weight, std=output_std if isinstance(module, ResidualLinear) else std)
+            init.normal_(module.weight, std=std)
             if module.bias is not None:
                 init.zeros_(module.bias)
         elif isinstance(module, nn.Embedding):

@@ -92,8 +92,3 @@ def nearest(config: Any) -> Any:
     softmax = DiffTransformerConfig(attention="softmax", **sizes)
     entry = getattr(config, "differential", None)
     return softmax if entry is None else to_differential(softmax, entry["kind"]).config
-
-
-def has_experts(config: Any) -> bool:
-    """True if a decoder is a mixture of experts, of which ``nearest`` counts one."""
-    return any(getattr(config, name, None) for name in ("num_experts", "num_local_experts", "n_routed_experts"))
