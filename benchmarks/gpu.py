@@ -7,8 +7,8 @@ python benchmarks/gpu.py --dry             # every stage on the CPU at tiny size
 python benchmarks/gpu_records.py FOLDER    # put the records into benchmarks/results
 
 Each stage is a subprocess with its share of the remaining time, so that an exception or device error in one stage
-cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. gpu.json holds all records of
-the folder and how each stage ended; it is kept current while a stage runs.
+cannot affect the next. Records are written row by row, so a stopped stage keeps its rows. stages.json says how each
+stage ended.
 """
 
 import argparse
@@ -34,7 +34,6 @@ ROOT = Path(__file__).resolve().parent.parent
 SHARES = {
     "hopper": 20,
     "correctness": 36,
-    "compile": 4,
     "attention": 34,
     "decode": 10,
     "decode_compiled": 14,
@@ -44,7 +43,6 @@ SHARES = {
 }
 SWITCH = "DIFF_TRANSFORMER_HOPPER"
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
-EVERY = 5.0  # seconds after which gpu.json is written again
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
 ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
@@ -125,7 +123,7 @@ def run_stages(stages: list[str], seconds: float, dry: bool, folder: Path) -> in
         outcome["clocks"] = clocks()
         print(f"== {stage}: {outcome['status']}, {outcome['clocks']}", flush=True)
         summary.append({"stage": stage, **outcome})
-        gpu_records.pack(folder, summary)
+        (folder / "stages.json").write_text(json.dumps(summary, indent=1) + "\n")
         if stage == "hopper" and not dry:
             launch_only_what_passed(folder)
     for line in summary:
@@ -142,9 +140,7 @@ def run_stage(stage: str, budget: float, dry: bool, folder: Path) -> dict:
         context: Any = multiprocessing.get_context("fork" if dry else "spawn")
         process = context.Process(target=stage_process, args=(stage, dry, SOFT * budget, folder, error))
         process.start()
-        while process.is_alive() and (left := budget - (time.monotonic() - began)) > 0:
-            process.join(min(left, EVERY))
-            gpu_records.pack(folder, [])
+        process.join(budget)
         status = "stopped" if process.is_alive() else ENDS.get(process.exitcode, "failed")
         _kill(process)
         said = error.read_text()[-2000:] if error.exists() else ""

@@ -29,6 +29,7 @@ KEY = FOLDER / "key.json"  # of the Triton that compiled
 KEPT = (".cubin", ".ptx", ".json")  # what a launch reads
 ROOT = Path(__file__).resolve().parent.parent
 MULTIPROCESSORS = 132
+SWITCH = "DIFF_TRANSFORMER_HOPPER"  # "1": the Hopper kernels, "0": without them
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -50,12 +51,10 @@ def main(arguments: list[str] | None = None) -> int:
     for worker in workers:
         worker.join()
     KEY.write_text(f'"{key()}"')
-    partial = given.out.with_name(f"{given.out.name}.{os.getpid()}.partial")
-    with tarfile.open(partial, "w:xz", preset=2) as archive:
+    with tarfile.open(given.out, "w:xz", preset=2) as archive:
         for path in sorted(FOLDER.rglob("*")):
             if path.suffix in KEPT:
                 archive.add(path)
-    partial.replace(given.out)
     print(f"{given.out}: {given.out.stat().st_size / 2**20:.1f} MiB, {time.monotonic() - began:.0f} s")
     return int(any(worker.exitcode for worker in workers))
 
@@ -180,7 +179,6 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
     import torch
 
     import gpu_stages
-    from diff_transformer.bench.contenders import VARIANTS
     from diff_transformer.bench.decode import GPU_GRID
     from diff_transformer.bench.gate import shape_inputs
     from diff_transformer.bench.shapes import Shape
@@ -193,43 +191,41 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
         out = attend()
         torch.autograd.grad(out, inputs, torch.randn_like(out))
 
-    def attention(shape: Shape, variant: str | None, dtype: torch.dtype) -> None:
+    def attention(shape: Shape, hopper: str, dtype: torch.dtype) -> None:
         x = shape_inputs(shape, dtype, "cpu")
-        with VARIANTS[variant]():
+        with patch.dict(os.environ, {SWITCH: hopper}):
             both(lambda: diff_attention(*x, is_causal=shape.causal, backend="triton"), x)
 
-    for shape in gpu_stages.compiled_shapes(False):
-        for variant in VARIANTS:
-            yield f"attention {shape} {variant}", lambda s=shape, v=variant: attention(s, v, torch.bfloat16)
+    for shape in gpu_stages.compiled_shapes():
+        for hopper in "10":
+            yield f"attention {shape} {hopper}", lambda s=shape, v=hopper: attention(s, v, torch.bfloat16)
     for width, heads in ((128, 12), (64, 16)):
         for length in (128, 555):
             shape = Shape(2, heads, length, width)
-            yield f"fp32 {shape}", lambda s=shape: attention(s, None, torch.float32)
+            yield f"fp32 {shape}", lambda s=shape: attention(s, "1", torch.float32)
 
-    def decode(batch: int, heads: int, kv_heads: int, cache: int, width: int, dtype: torch.dtype) -> None:
-        q = torch.empty(batch, 2 * heads, 1, width, dtype=dtype)
-        k = torch.empty(batch, 2 * kv_heads, cache, width, dtype=dtype)
-        v = torch.empty(batch, kv_heads, cache, 2 * width, dtype=dtype)
+    def decode(batch: int, heads: int, kv_heads: int, cache: int, width: int) -> None:
+        q = torch.empty(batch, 2 * heads, 1, width, dtype=torch.bfloat16)
+        k = torch.empty(batch, 2 * kv_heads, cache, width, dtype=torch.bfloat16)
+        v = torch.empty(batch, kv_heads, cache, 2 * width, dtype=torch.bfloat16)
         with torch.inference_mode():
             diff_attention_decode(*pair_heads(q, k), v, torch.full((), 0.3), backend="triton")
 
     for s in GPU_GRID:  # empty memory is not touched, so that long caches cost nothing
-        kind = (s.batch, s.heads, s.kv_heads, s.cache, s.width)
-        if kind[0] * kind[2] * kind[3] * kind[4] < 2**31:
-            yield f"decode {kind}", lambda kind=kind: decode(*kind, torch.bfloat16)
+        yield f"decode {s}", lambda s=s: decode(s.batch, s.heads, s.kv_heads, s.cache, s.width)
 
-    def projected(width: int, heads: int, length: int, variant: str | None, scalar: bool) -> None:
+    def projected(width: int, heads: int, length: int, hopper: str) -> None:
         """Strides as after the models' projections, and one lambda for all heads."""
         q = torch.randn(1, length, 2 * heads, width).bfloat16().transpose(1, 2).requires_grad_()
         v = torch.randn(1, length, heads, 2 * width).bfloat16().transpose(1, 2).requires_grad_()
         lam = torch.full((), 0.3, requires_grad=True)
         q1, q2, k1, k2 = pair_heads(q, q)
-        with VARIANTS[variant]():
+        with patch.dict(os.environ, {SWITCH: hopper}):
             both(lambda: diff_attention(q1, q2, k1, k2, v, lam, is_causal=True, backend="triton"), (q, v, lam))
 
     for width, heads in ((128, 12), (64, 16), (96, 8), (64, 4)):
-        for variant in VARIANTS:
-            yield f"model {width} {variant}", lambda w=width, h=heads, v=variant: projected(w, h, 512, v, True)
+        for hopper in "10":
+            yield f"model {width} {hopper}", lambda w=width, h=heads, v=hopper: projected(w, h, 512, v)
 
 
 def of_attention_tests() -> Iterator[tuple[str, Callable[[], object]]]:
@@ -241,7 +237,7 @@ def of_attention_tests() -> Iterator[tuple[str, Callable[[], object]]]:
     by_triton = tests.by("triton")
 
     def run(options: dict, plain: bool = False, **sizes: Any) -> None:
-        with patch.dict(os.environ, {"DIFF_TRANSFORMER_HOPPER": "0"} if plain else {}):
+        with patch.dict(os.environ, {SWITCH: "0"} if plain else {}):
             tests.run(by_triton, tests.inputs(**sizes), options)
 
     for dtype in (*half, torch.float32):
@@ -275,7 +271,7 @@ def documents(tests: ModuleType, dtype: Any, D: int, shared: bool) -> None:
     def attend(*x: Any, **options: Any) -> Any:
         return diff_attention_varlen(*x, ends, ends, longest, longest, backend="triton", **options)
 
-    with patch.dict(os.environ, {"DIFF_TRANSFORMER_HOPPER": "0"}):
+    with patch.dict(os.environ, {SWITCH: "0"}):
         tests.run(attend, x, tests.CAUSAL)
 
 

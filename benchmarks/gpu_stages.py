@@ -10,10 +10,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import suppress
 from itertools import product
 from pathlib import Path
 
@@ -23,10 +25,8 @@ import torch
 from diff_transformer.bench import decode as decoding
 from diff_transformer.bench import pair, timing
 from diff_transformer.bench.attention import run_attention_benchmark
-from diff_transformer.bench.contenders import VARIANTS, backend_contender
-from diff_transformer.bench.gate import shape_inputs, wait_for_device
 from diff_transformer.bench.record import Options
-from diff_transformer.bench.run import cells
+from diff_transformer.bench.run import shown
 from diff_transformer.bench.shapes import SHORTER, Shape, gpu_shape, parse_shapes
 from diff_transformer.ops import available_backends
 from diff_transformer.ops.hopper.support import D, unsupported_installation
@@ -51,11 +51,11 @@ DRY_TESTS = {
     "of arguments": ["-m", "not slow and not gpu", "tests/ops/test_arguments.py"],
 }
 FIRST_TESTS = 0.9  # of the stage's time
-WORKERS = 14  # compiling is most of the time of a test, and of the stage that does nothing else
+WORKERS = 14  # compiling is most of the time of a test
 PUBLIC = ("flash", "cudnn")  # kernels of SDPA; the others are slower, and are timed on request
 SLOW = ("reference", "blockwise")  # not timed on a GPU
 TINY = "1x2x40x8,1x2x33x8n"
-TINY_PAIR = pair.PairSetting("debug", 2, 32, layers=1, dtype=torch.float32)
+TINY_PAIR = pair.PairSetting("debug", 2, 32, {"num_hidden_layers": 1}, torch.float32)
 
 
 def operator_shapes() -> list[Shape]:
@@ -118,85 +118,30 @@ def run_tests(selected: list[str], seconds: float, parallel: bool) -> dict:
     quiet = ["-q", "-W", "ignore", "--tb=short", "-p", "no:cacheprovider"]
     command = [sys.executable, "-m", "pytest", *quiet, "--maxfail=20", *workers, *selected]
     began = time.monotonic()
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
-    try:
-        output, _ = process.communicate(timeout=max(0.9 * seconds, 1))
-        status = process.returncode
-    except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # it then says what has failed so far
-        status, output = None, rest_of_output(process, max(0.1 * seconds, 1))
-    text, took = output.decode(errors="replace")[-8000:], round(time.monotonic() - began, 1)
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            status = process.wait(max(0.9 * seconds, 1))
+        except subprocess.TimeoutExpired:
+            status = None
+            process.send_signal(signal.SIGINT)  # it then says what has failed so far
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.1 * seconds, 1))
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+        output.seek(0)
+        text = output.read().decode(errors="replace")[-8000:]
+    took = round(time.monotonic() - began, 1)
     print(f"{text}\ntests: exit status {status}, {took} s", flush=True)
-    return {
-        "command": command[1:],
-        "exit_status": status,
-        "output": text,
-        "finished": status is not None,
-        "seconds": took,
-    }
+    facts = {"command": command[1:], "exit_status": status, "output": text, "seconds": took}
+    return facts | {"finished": status is not None}
 
 
-def rest_of_output(process: subprocess.Popen, seconds: float) -> bytes:
-    """All output of a process that was asked to stop; it and all it started are killed if it does not."""
-    try:
-        return process.communicate(timeout=seconds)[0]
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)  # workers of pytest hold its pipe
-        return process.communicate()[0]
-
-
-def compile_kernels(dry: bool, seconds: float, out: Path) -> None:
-    """Compile the kernels of the operator's benchmark in parallel, into Triton's cache on disk."""
-    device = device_of(dry)
-    tasks = [
-        (device, shape, variant) for shape in compiled_shapes(dry) for variant in (VARIANTS if not dry else [None])
-    ]
-    began, unfinished = time.monotonic(), []
-
-    def rows() -> Iterator[dict]:
-        context = multiprocessing.get_context("fork" if dry else "spawn")
-        with ProcessPoolExecutor(1 if dry else WORKERS, mp_context=context) as pool:
-            waiting = [pool.submit(compile_one, *task) for task in tasks]
-            try:
-                for done in as_completed(waiting, timeout=seconds):
-                    yield done.result()
-            except TimeoutError:
-                left = sum(not task.done() for task in waiting)
-                pool.shutdown(wait=False, cancel_futures=True)
-                unfinished.append(f"out of time before {left} of {len(tasks)}")
-
-    record = Options(device, out=out, on_row=_say_row).collect("compile", [("", rows)])
-    print(f"{len(record['rows'])} compiled, {time.monotonic() - began:.0f} s", flush=True)
-    failed = [row for row in record["rows"] if row["gate"] != "passed"]
-    if failed:
-        raise SystemExit(f"{len(failed)} of {len(tasks)} could not be compiled")
-    if unfinished:
-        raise Unfinished(unfinished[0])
-
-
-def compiled_shapes(dry: bool) -> list[Shape]:
-    """One short sequence of each width, with and without the causal limit, and one as the gates take it: lengths are
-    not compiled in, but whether 16 divides a stride is."""
-    if dry:
-        return parse_shapes(TINY)[:1]
+def compiled_shapes() -> list[Shape]:
+    """One short sequence of each width, with and without the causal limit, and one as the gates take it, for
+    gpu_cache.py: lengths are not compiled in, but whether 16 divides a stride is."""
     kinds = dict.fromkeys((shape.width, shape.heads, shape.causal) for shape in operator_shapes())
     return [Shape(2, heads, length, width, causal) for length in (128, SHORTER) for width, heads, causal in kinds]
-
-
-def compile_one(device: str, shape: Shape, variant: str | None) -> dict:
-    """One forward and backward, in a process of the pool."""
-    began = time.monotonic()
-    row = {"form": variant or "default", "shape": str(shape)}
-    try:
-        inputs = shape_inputs(shape, torch.bfloat16, device)
-        contender = backend_contender("blockwise" if device == "cpu" else "triton", inputs, shape.causal, variant)
-        for run in contender.calls().values():
-            run()
-        wait_for_device()
-        gate = "passed"
-    except Exception as error:
-        gate = f"failed: {type(error).__name__}: {error}"[:1000]
-    return row | {"gate": gate, "seconds": round(time.monotonic() - began, 1)}
 
 
 def attention(dry: bool, seconds: float, out: Path) -> None:
@@ -214,7 +159,7 @@ def _operator(dry: bool, seconds: float, out: Path, shapes: list[Shape], dtype: 
     device, half = device_of(dry), dtype == torch.bfloat16
     _finish(run_attention_benchmark(
         shapes, (dtype,), backends=timed_backends(dry, device, dtype),
-        kernels=list(PUBLIC) if half else [], with_rivals=half, **_options(dry, device, seconds, 0.1, out, "attention"),
+        kernels=list(PUBLIC) if half else [], with_rivals=half, **_options(dry, device, seconds, 0.1, out),
     ))  # fmt: skip
 
 
@@ -241,7 +186,7 @@ def _decode(dry: bool, seconds: float, out: Path, shapes: list, models: list) ->
     _finish(decoding.run_decode_benchmark(
         shapes, models,
         backends=timed_backends(dry, device), kernels=list(PUBLIC),
-        **_options(dry, device, seconds, 0.1, out, "decode"),
+        **_options(dry, device, seconds, 0.1, out),
     ))  # fmt: skip
 
 
@@ -257,14 +202,14 @@ def step(dry: bool, seconds: float, out: Path) -> None:
 
 def _pair(name: str, dry: bool, seconds: float, out: Path) -> None:
     settings = [TINY_PAIR] if dry else [s for s in pair.SETTINGS[name, "cuda"] if not s.compiled]
-    options = _options(dry, device_of(dry), seconds, 3, out, name)
+    options = _options(dry, device_of(dry), seconds, 3, out)
     _finish(pair.run_pair_benchmark(name, settings, **options))
 
 
-def _options(dry: bool, device: str, seconds: float, seconds_each: float, out: Path, name: str) -> dict:
+def _options(dry: bool, device: str, seconds: float, seconds_each: float, out: Path) -> dict:
     return {
         "device": device, "repeats": 2 if dry else 9, "seconds": seconds, "seconds_each": seconds_each, "out": out,
-        "on_row": lambda row: print("  ".join(cell for cell in cells(name, row) if cell), flush=True),
+        "on_row": lambda row: print(shown(row), flush=True),
     }  # fmt: skip
 
 
@@ -280,7 +225,7 @@ def device_of(dry: bool) -> str:
     logging.getLogger("diff_transformer").setLevel(logging.INFO)
     if dry:
         torch.set_num_threads(1)
-        timing.MATRIX["cpu"], timing.COPY_BYTES["cpu"], decoding.ROTATED_BYTES = 64, 2**16, 2**16
+        timing.COPY_BYTES["cpu"] = decoding.ROTATED_BYTES = 2**16
         return "cpu"
     if not torch.cuda.is_available():
         raise RuntimeError("PyTorch sees no CUDA device here; --dry runs every stage on the CPU")
@@ -294,7 +239,6 @@ def _say_row(row: dict) -> None:
 STAGES: dict[str, Callable[[bool, float, Path], None]] = {
     "hopper": hopper,
     "correctness": correctness,
-    "compile": compile_kernels,
     "attention": attention,
     "attention_fp32": attention_fp32,
     "decode": decode,

@@ -28,27 +28,15 @@ def test_rows_have_times_ratios_rates_and_memory():
             low, high = row[f"{kind}_quartiles_ms"]
             assert 0 < low <= row[f"{kind}_ms"] <= high
             assert row[f"{kind}_turns"] == 2
+            units = (bench.SOFTMAX_UNITS if row["role"] == "baseline" else bench.DIFF_UNITS)[kind]
+            useful = 2 * units * (2 * (65 * 66 / 2) * 8)  # h, pairs below the diagonal, d
+            assert row[f"{kind}_tflops"] == pytest.approx(useful / row[f"{kind}_ms"] / 1e9, rel=0.02)
         assert row["peak_bytes"] > 0
         assert row["causal"] is True
     assert {r["gate"] for r in record["rows"] if r["role"] == "backend"} == {"passed"}
     assert {r[f"{k}_ratio"] for r in record["rows"] if r["backend"] == "softmax" for k in bench.KINDS} == {1.0}
-    expected = {"torch", "cpu", "threads", "date", "commit", "baseline", "repeats", "ceilings", "machine", "units"}
+    expected = {"torch", "cpu", "threads", "date", "commit", "baseline", "repeats", "machine", "units"}
     assert expected <= record["provenance"].keys()
-
-
-def test_rates_are_of_useful_work():
-    u = 1 * 2 * (65 * 66 / 2) * 8  # h, pairs below the diagonal, d
-    record = bench.run_attention_benchmark(SMALL, FP32, backends=["blockwise"], repeats=1)
-    ceiling = record["provenance"]["ceilings"]["matmul_tflops"]["float32"]
-    for name, units in {
-        "softmax": {"forward": 4, "backward": 10, "both": 14},
-        "blockwise": {"forward": 6, "backward": 10, "both": 16},
-    }.items():
-        row = by_name(record)[name]
-        for kind, unit in units.items():
-            tflops = 2 * unit * u / (row[f"{kind}_ms"] / 1e3) / 1e12
-            assert row[f"{kind}_tflops"] == pytest.approx(tflops, rel=0.02)
-            assert row[f"{kind}_share"] == pytest.approx(tflops / ceiling, rel=0.02)
 
 
 def test_every_kernel_and_both_forms_of_flash_diff_attention_by_name():
@@ -82,7 +70,7 @@ def test_a_wrong_backend_gets_no_time(monkeypatch, spoiled):
 
     monkeypatch.setattr(cpu, "attend", wrong)
     (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["blockwise"], repeats=1)["rows"]
-    assert row["gate"].startswith("failed: out" if spoiled == "forward" else "failed: gradient of q1")
+    assert row["gate"].startswith(f"failed: AssertionError: {'out' if spoiled == 'forward' else 'gradient of q1'}")
     assert not {"forward_ms", "both_ms", "forward_ratio", "peak_bytes"} & row.keys()
 
 
@@ -94,25 +82,15 @@ def test_a_rival_that_misses_the_budget_keeps_its_time_and_says_so(monkeypatch):
     uses_all = lambda form, kernel: lambda *x, is_causal: x[4] * x[5] + 0 * (x[0] + x[1] + x[2] + x[3]).sum()  # noqa: E731
     monkeypatch.setattr(contenders, "flash_diff_attention", uses_all)
     rows = by_name(bench.run_attention_benchmark(SMALL, FP32, backends=[], with_rivals=True, repeats=1))
-    assert rows["FlashDiffAttn_1"]["gate"].startswith("failed: out")
+    assert rows["FlashDiffAttn_1"]["gate"].startswith("failed: AssertionError: out")
     assert kept <= rows["FlashDiffAttn_1"].keys()
 
 
 def test_a_backend_that_refuses_is_skipped_with_its_reason(monkeypatch):
     monkeypatch.setattr(sdpa, "unsupported_reason", lambda call: "it rains")
     (_, row) = bench.run_attention_benchmark(SMALL, FP32, backends=["sdpa"], repeats=1)["rows"]
-    assert row["gate"].startswith("skipped: backend='sdpa' is not available: it rains")
+    assert row["gate"].startswith("skipped: UserError: backend='sdpa' is not available: it rains")
     assert "forward_ms" not in row
-
-
-def test_a_backend_that_breaks_has_failed_and_the_others_go_on(monkeypatch):
-    def breaks(call):
-        raise KeyError("out of registers")
-
-    monkeypatch.setattr(sdpa, "attend", breaks)
-    rows = by_name(bench.run_attention_benchmark(SMALL, FP32, backends=["sdpa", "blockwise"], repeats=1))
-    assert rows["sdpa"]["gate"] == "failed: KeyError: 'out of registers'"
-    assert "both_ms" in rows["blockwise"]
 
 
 def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
@@ -122,12 +100,6 @@ def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
     monkeypatch.setattr(sdpa, "attend", faults)
     with pytest.raises(gate.FAULT, match="oh no"):
         bench.run_attention_benchmark(SMALL, FP32, backends=["sdpa", "blockwise"], repeats=1)
-
-
-def test_without_the_causal_limit():
-    rows = by_name(bench.run_attention_benchmark([Shape(1, 2, 65, 8, False)], FP32, backends=["blockwise"], repeats=1))
-    assert rows["blockwise"]["gate"] == "passed"
-    assert rows["blockwise"]["causal"] is False
 
 
 def test_gate_looks_at_the_length_that_is_timed(monkeypatch):

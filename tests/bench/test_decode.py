@@ -1,15 +1,11 @@
 """The decoding benchmark: both kinds of attention read one cache, and only what is right is timed."""
 
-from contextlib import contextmanager
-
 import pytest
 import torch
 
 from diff_transformer.bench import decode as bench
-from diff_transformer.bench import record
 from diff_transformer.bench.contenders import sdpa_on
-from diff_transformer.bench.decode import Caches, DecodeShape, fits, how_many
-from diff_transformer.bench.gate import FAULT
+from diff_transformer.bench.decode import Caches, DecodeShape, how_many
 from diff_transformer.bench.timing import Times
 from diff_transformer.ops import cpu
 from diff_transformer.testing import eager_diff_attention
@@ -40,67 +36,17 @@ def test_caches_rotate(monkeypatch):
     monkeypatch.setattr(bench, "ROTATED_BYTES", 1)
     assert how_many(GROUPED, torch.bfloat16, "cpu") == 2
     caches, seen = Caches(GROUPED, torch.float32, "cpu"), []
-    run, graph = bench.as_graph(caches, lambda cache: seen.append(cache.k.data_ptr()))
+    run = bench.as_graph(caches, lambda cache: seen.append(cache.k.data_ptr()))
     run()
-    assert not graph
     assert len(set(seen)) == len(caches.all) == 2
-
-
-def test_nothing_is_timed_after_a_fault_of_the_device(monkeypatch):
-    def faults(*args):
-        raise FAULT("oh no")
-
-    monkeypatch.setattr(cpu, "attend", faults)
-    rows = bench.measure(
-        Caches(GROUPED, torch.float32, "cpu"), ["blockwise", "sdpa"], [], {}, record.Options(repeats=1)
-    )
-    with pytest.raises(FAULT, match="oh no"):
-        next(rows)
-
-
-@pytest.mark.parametrize("captures", [True, False])
-def test_on_a_gpu_a_round_is_one_graph_where_it_can_be_captured(monkeypatch, captures):
-    log = []
-
-    class Graph:
-        def replay(self):
-            log.append("replay")
-
-    @contextmanager
-    def capture(graph):
-        log.append("capture")
-        yield
-        if not captures:
-            raise RuntimeError("operation not permitted when stream is capturing")
-
-    monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
-    monkeypatch.setattr(torch.cuda, "graph", capture)
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    caches = Caches(GROUPED, torch.float32, "cpu")
-    caches.all = caches.all[:2]
-    caches.device = "cuda"
-    run, graph = bench.as_graph(caches, lambda cache: log.append("call"))
-    assert graph is captures
-    run()
-    assert log == ["capture", "call", "call", *(["replay"] if captures else ["call", "call"])]
-
-
-def test_a_shape_that_does_not_fit_is_left_out(monkeypatch):
-    size = GROUPED.bytes(2)
-    for free, expected in ((4 * size, True), (4 * size - 2, False)):
-        monkeypatch.setattr(bench, "free_memory", lambda device, free=free: free)
-        assert fits(GROUPED, torch.bfloat16, "cuda") is expected
-    assert fits(GROUPED, torch.bfloat16, "cpu")
 
 
 def test_rate_of_one_call():
     caches = Caches(GROUPED, torch.float32, "cpu")
     calls = len(caches.all)
-    fields = bench.timed_fields(
-        caches, Times(calls * 2e-6, calls * 1e-6, calls * 3e-6, (calls * 2e-6,) * 9), copy_gb_per_s=100.0
-    )
+    fields = bench.timed_fields(caches, Times((calls * 1e-6, calls * 2e-6, calls * 3e-6)), copy_gb_per_s=100.0)
     assert fields["us"] == pytest.approx(2.0)
-    assert fields["us_quartiles"] == pytest.approx([1.0, 3.0])
+    assert fields["us_quartiles"] == pytest.approx([1.5, 2.5])
     assert fields["gb_per_s"] == pytest.approx(GROUPED.bytes(4) / 2e-6 / 1e9, rel=0.01)
     assert fields["copy_share"] == pytest.approx(fields["gb_per_s"] / 100, abs=1e-3)
 
@@ -123,14 +69,5 @@ def test_a_wrong_backend_gets_no_time(monkeypatch):
     attend = cpu.attend
     monkeypatch.setattr(cpu, "attend", lambda *args: attend(*args) * 1.01)
     rows = bench.run_decode_benchmark([GROUPED], dtypes=(torch.float32,), backends=["blockwise"], repeats=1)["rows"]
-    assert rows[1]["gate"].startswith("failed: out over a cache of 50")
+    assert rows[1]["gate"].startswith("failed: AssertionError: out over a cache of 50")
     assert "us" not in rows[1]
-
-
-def test_time_runs_out_between_shapes(monkeypatch):
-    seen = []
-    monkeypatch.setattr(record.time, "monotonic", lambda: 10.0 * len(seen))
-    other = DecodeShape(1, 2, 2, 20, 8)
-    made = bench.run_decode_benchmark([GROUPED, other], backends=[], repeats=1, seconds=5, on_row=seen.append)
-    assert len(made["rows"]) == 1
-    assert made["unfinished"] == "out of time before 1x2/2x20x8 in torch.bfloat16"

@@ -4,11 +4,9 @@ import pytest
 import torch
 
 from diff_transformer.bench import pair, record
-from diff_transformer.bench.timing import Times
 from diff_transformer.model.config import matched_baseline
-from diff_transformer.model.cost import count_parameters, model_cost
 
-TINY = pair.PairSetting("debug", 2, 16, layers=1, dtype=torch.float32)
+TINY = pair.PairSetting("debug", 2, 16, {"num_hidden_layers": 1}, torch.float32)
 
 
 def test_both_sides_of_a_setting(kept_times):
@@ -21,10 +19,9 @@ def test_both_sides_of_a_setting(kept_times):
     for kind in ("forward_backward", "prefill"):
         assert softmax[f"{kind}_ratio"] == 1.0
         assert diff[f"{kind}_ratio"] == round(times["softmax", kind].over(times["diff", kind]), 4)
-    flops = model_cost(TINY.config(1), length=16).training_flops_per_token
-    peak = made["provenance"]["ceilings"]["matmul_tflops"]["float32"] * 1e12
-    mfu = diff["forward_backward_tokens_per_second"] * flops / peak
-    assert diff["forward_backward_mfu"] == pytest.approx(mfu, rel=0.02, abs=1e-4)
+    rate, (low, high) = diff["prefill_tokens_per_second"], diff["prefill_quartiles"]
+    assert 0 < low <= rate <= high
+    assert rate == pytest.approx(32 / times["diff", "prefill"].median, rel=1e-3)
 
 
 def test_both_models_are_compiled_where_the_setting_says_so(monkeypatch):
@@ -35,19 +32,8 @@ def test_both_models_are_compiled_where_the_setting_says_so(monkeypatch):
     assert [row["compiled"] for row in rows] == [True, True, False, False]
 
 
-def test_rates_of_known_times():
-    times, baseline = Times(0.5, 0.25, 1.0, (0.5,) * 7), Times(0.4, 0.4, 0.4, (0.4,) * 7)
-    assert pair.rates("prefill", times, baseline, tokens=1000, seconds_per_token=1e-4) == {
-        "prefill_tokens_per_second": 2000.0,
-        "prefill_quartiles": [1000.0, 4000.0],
-        "prefill_turns": 7,
-        "prefill_ratio": 0.8,
-        "prefill_mfu": 0.2,
-    }
-
-
 def test_prefill_and_a_step_run_on_both_sides():
-    for config in (TINY.config(1), matched_baseline(TINY.config(1))):
+    for config in (TINY.config(), matched_baseline(TINY.config())):
         for runs in (pair.forward_kinds(config, TINY, "cpu"), pair.step_kinds(config, TINY, "cpu")):
             for run in runs.values():
                 run()
@@ -63,38 +49,15 @@ def test_a_training_step_has_a_row_of_each_side(kept_times):
 
 
 def test_weights_are_in_bf16_and_lambda_is_not():
-    model = pair.build_model(TINY.config(1), "cpu", torch.bfloat16)
+    model = pair.build_model(TINY.config(), "cpu", torch.bfloat16)
     dtypes = {name.rsplit(".", 1)[-1]: p.dtype for name, p in model.named_parameters()}
     assert dtypes.pop("lambda_q1") == torch.float32
     assert dtypes["weight"] == torch.bfloat16
 
 
-def test_layers_are_cut_to_the_memory(monkeypatch):
-    """13B: weights of both models and gradients of one are 6 bytes a parameter."""
-    setting = pair.PairSetting("13.1B", 4, 2048)
-    sizes = [sum(count_parameters(setting.config(n)).values()) for n in (1, 2)]
-    a_layer = 6 * (sizes[1] - sizes[0]) + 4 * 2048 * 5120 * pair.ACTIVATION_BYTES
-    fixed = 6 * (2 * sizes[0] - sizes[1]) + 4 * 2048 * 100_288 * pair.LOGIT_BYTES
-    for layers in (1, 7, 40):
-        free = (fixed + (layers + 0.5) * a_layer) / pair.USED_MEMORY
-        monkeypatch.setattr(pair, "free_memory", lambda device, free=free: free)
-        assert pair.layers_that_fit(setting, "cuda") == layers
-    monkeypatch.setattr(pair, "free_memory", lambda device: 1e15)
-    assert pair.layers_that_fit(setting, "cuda") == 40
-    assert pair.layers_that_fit(setting, "cpu") == 40
-
-
 def test_table_7():
     assert {(s.model, s.length) for s in pair.SETTINGS["throughput", "cuda"]} == pair.PAPER.keys()
-    assert all(s.config(1).head_dim == 128 for s in pair.SETTINGS["throughput", "cuda"])
-
-
-def test_time_runs_out_between_settings(monkeypatch):
-    seen = []
-    monkeypatch.setattr(record.time, "monotonic", lambda: 10.0 * len(seen))
-    made = pair.run_pair_benchmark("throughput", [TINY, TINY], repeats=1, seconds=5, on_row=seen.append)
-    assert len(made["rows"]) == 2
-    assert made["unfinished"] == "out of time before debug at 16"
+    assert all(s.config().head_dim == 128 for s in pair.SETTINGS["throughput", "cuda"])
 
 
 def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
@@ -104,7 +67,7 @@ def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
     assert (softmax["side"], diff["side"]) == ("softmax", "diff")
     assert softmax["ratio"] == 1.0
     assert diff["ratio"] == round(times["softmax"].over(times["diff"]), 4)
-    low, high = diff["tokens_per_second_quartiles"]
+    low, high = diff["quartiles"]
     assert 0 < low <= diff["tokens_per_second"] <= high
     assert (diff["layers"], diff["layers_of_preset"], diff["dtype"]) == (2, 2, "float32")
 

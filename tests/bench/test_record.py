@@ -28,10 +28,3 @@ def test_without_nvidia_smi(monkeypatch):
 
     monkeypatch.setattr(subprocess, "run", missing)
     assert record.smi() == {}
-
-
-def test_nothing_begins_after_the_time():
-    work = [(name, lambda name=name: [{"name": name}]) for name in "ab"]
-    assert record.Options().collect("attention", work)["rows"] == [{"name": "a"}, {"name": "b"}]
-    late = record.Options(seconds=1e-9).collect("attention", work)
-    assert (late["rows"], late["unfinished"]) == ([], "out of time before a, b")

@@ -16,12 +16,12 @@ def tiny(monkeypatch):
     monkeypatch.setattr(decode, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
     monkeypatch.setitem(pair.MODELS, "cpu", [pair.ModelSetting("debug", 1, 16, 2)])
     for name in ("throughput", "step"):
-        setting = pair.PairSetting("debug", 1, 16, layers=1, dtype=torch.float32)
+        setting = pair.PairSetting("debug", 1, 16, {"num_hidden_layers": 1}, torch.float32)
         monkeypatch.setitem(pair.SETTINGS, (name, "cpu"), [setting])
 
 
 @pytest.mark.parametrize("name", run.BENCHMARKS)
-def test_a_record_and_a_table(tiny, tmp_path, capsys, name):
+def test_a_record_and_its_rows(tiny, tmp_path, capsys, name):
     out = tmp_path / "results" / f"{name}.json"
     record = run.run_bench(name, out, repeats=1)
     assert json.loads(out.read_text()) == record
@@ -42,7 +42,7 @@ def test_nothing_is_overwritten_unasked(tiny, tmp_path):
 
 
 def test_a_folder_that_may_not_be_written_to_is_said_before_anything_is_timed(tmp_path, monkeypatch):
-    monkeypatch.setattr(run, "_run", None)
+    monkeypatch.setattr("diff_transformer.bench.attention.run_attention_benchmark", None)
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
     with pytest.raises(UserError, match=f"{tmp_path} may not be written to; choose another --out"):
         run.run_bench("attention", tmp_path / "new" / "attention.json")
@@ -56,15 +56,15 @@ def test_a_grid_of_ones_own(tmp_path, monkeypatch):
     assert written.name.startswith("attention-cpu-")
 
 
-def test_failed_and_skipped_are_said_whole(tiny, tmp_path, capsys, monkeypatch):
+def test_failed_and_skipped_are_printed_whole(tiny, tmp_path, capsys, monkeypatch):
     from diff_transformer.ops import cpu
 
     attend = cpu.attend
     monkeypatch.setattr(cpu, "attend", lambda *args: attend(*args) * 1.01)
     run.run_bench("attention", tmp_path / "a.json", repeats=1, backends=["blockwise"], kernels=["cudnn"])
     printed = capsys.readouterr().out
-    assert "blockwise float32 1, 2, 65, 8: failed: out" in printed
-    assert "softmax[cudnn] bfloat16 1, 2, 65, 8: skipped: No " in printed
+    assert "blockwise float32: batch 1 heads 2 length 65 width 8; failed: AssertionError: out" in printed
+    assert "softmax[cudnn] bfloat16: batch 1 heads 2 length 65 width 8; skipped: RuntimeError: No " in printed
 
 
 @pytest.mark.parametrize(

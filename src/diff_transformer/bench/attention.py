@@ -19,7 +19,7 @@ from diff_transformer.bench.contenders import (
     KERNELS,
     SOFTMAX_UNITS,
     Contender,
-    backend_contenders,
+    backend_contender,
     baselines,
     rivals,
     softmax_inputs,
@@ -27,7 +27,7 @@ from diff_transformer.bench.contenders import (
 from diff_transformer.bench.gate import Gate, is_timed, verdict
 from diff_transformer.bench.record import Options
 from diff_transformer.bench.shapes import Shape
-from diff_transformer.bench.timing import Times, ceilings, ratio
+from diff_transformer.bench.timing import ratio
 from diff_transformer.ops import available_backends
 from diff_transformer.testing import peak_memory
 
@@ -48,8 +48,8 @@ def run_attention_benchmark(
 
     A row has backend, role ("baseline", "backend" or "rival"), dtype, batch, heads, length, width, causal, gate
     ("passed", "is the baseline", or "failed: " or "skipped: " and why) and, for the kinds forward, backward (alone) and
-    both: ..._ms, ..._quartiles_ms, ..._ratio (over SDPA's own choice: the median over the turns), ..._tflops and
-    ..._share of the measured matrix product; ratios over every other baseline; peak_bytes of forward + backward.
+    both: ..._ms, ..._quartiles_ms, ..._ratio (over SDPA's own choice: the median over the turns) and ..._tflops; ratios
+    over every other baseline; peak_bytes of forward + backward.
 
     Args:
         backends: our backends, by default all available ones. The reference is left out beyond a length of 1024.
@@ -60,31 +60,29 @@ def run_attention_benchmark(
     """
     run = Options(**options)
     kernels = ([name for name in KERNELS if name != "math"] if run.cuda else []) if kernels is None else kernels
-    ceiling = ceilings(run.device, dtypes)
 
     def rows(shape: Shape, dtype: torch.dtype) -> Iterator[dict]:
         gate = Gate(shape, dtype, run.device)
         names = available_backends(run.device, dtype) if backends is None else backends
         names = [name for name in names if name != "reference" or shape.length <= LONGEST_REFERENCE]
         contenders = baselines(shape, softmax_inputs(shape, dtype, run.device), kernels)
-        contenders += backend_contenders(names, gate.full, shape.causal)
+        contenders += [backend_contender(name, gate.full, shape.causal) for name in names]
         if run.cuda if with_rivals is None else with_rivals:
             contenders += rivals(gate.full, shape.causal, kernels)
-        yield from measure(contenders, gate, ceiling, run)
+        yield from measure(contenders, gate, run)
 
     work = [(f"{shape} in {dtype}", partial(rows, shape, dtype)) for dtype in dtypes for shape in shapes]
     facts = {
         "baseline": f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses",
         "peak_bytes": "allocator peak" if run.cuda else "running sum of the profiler's allocations",
         "units": {"softmax": SOFTMAX_UNITS, "diff": DIFF_UNITS},
-        "ceilings": ceiling,
     }
     # A compiled backward may otherwise donate its saved buffers, and then runs only once per graph.
     with functorch_config.patch(donated_buffer=False):
         return run.collect("attention", work, **facts)
 
 
-def measure(contenders: list[Contender], gate: Gate, ceiling: dict, options: Options) -> Iterator[dict]:
+def measure(contenders: list[Contender], gate: Gate, options: Options) -> Iterator[dict]:
     """A row for each contender, all at the gate's shape; see ``run_attention_benchmark``."""
     dtype = str(gate.dtype).removeprefix("torch.")
     verdicts = {
@@ -102,21 +100,14 @@ def measure(contenders: list[Contender], gate: Gate, ceiling: dict, options: Opt
         row["gate"] = verdicts[c.name]
         if c.name in peaks:
             for kind in KINDS:
-                work = c.units[kind] * gate.shape.unit
-                row |= timed_fields(kind, times[c.name, kind], work, ceiling["matmul_tflops"][dtype])
-                row[f"{kind}_ratio"] = ratio(times, c.name, BASELINE, kind)
+                t = times[c.name, kind]
+                row |= {
+                    f"{kind}_ms": round(t.median * 1e3, 4),
+                    f"{kind}_quartiles_ms": [round(each * 1e3, 4) for each in t.quartiles],
+                    f"{kind}_turns": len(t.seconds),
+                    f"{kind}_tflops": round(2 * c.units[kind] * gate.shape.unit / t.median / 1e12, 6),
+                    f"{kind}_ratio": ratio(times, c.name, BASELINE, kind),
+                }
             row["ratios"] = {b: {kind: ratio(times, c.name, b, kind) for kind in KINDS} for b in others}
             row["peak_bytes"] = peaks[c.name]
         yield row
-
-
-def timed_fields(kind: str, times: Times, multiply_adds: float, ceiling_tflops: float) -> dict:
-    """Median, quartiles, rate of useful work, and its share of the peak rate."""
-    tflops = 2 * multiply_adds / times.median / 1e12
-    return {
-        f"{kind}_ms": round(times.median * 1e3, 4),
-        f"{kind}_quartiles_ms": [round(times.low * 1e3, 4), round(times.high * 1e3, 4)],
-        f"{kind}_turns": times.turns,
-        f"{kind}_tflops": round(tflops, 6),
-        f"{kind}_share": round(tflops / ceiling_tflops, 6),
-    }

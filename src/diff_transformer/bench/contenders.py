@@ -5,9 +5,8 @@ kernels and picks one by device. The default is named by the kernel that ran, an
 its own name: softmax[cudnn], FlashDiffAttn_2[flash].
 """
 
-import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from diff_transformer.bench.shapes import Shape
 from diff_transformer.ops import diff_attention
 from diff_transformer.ops.call import check
-from diff_transformer.ops.hopper.support import SWITCH, unsupported_reason
+from diff_transformer.ops.hopper.support import unsupported_reason
 from diff_transformer.testing import Inputs
 
 BASELINE = "softmax"
@@ -135,43 +134,17 @@ def rivals(x: Inputs, is_causal: bool, kernels: list[str]) -> list[Contender]:
     return contenders
 
 
-def backend_contenders(names: list[str], x: Inputs, is_causal: bool) -> list[Contender]:
-    """All of ``names``. Where the Hopper kernels run, "triton" also takes part without them."""
-    contenders = []
-    for name in names:
-        contenders.append(backend_contender(name, x, is_causal))
-        if contenders[-1].facts.get("kernels") == "hopper":
-            contenders.append(backend_contender(name, x, is_causal, "plain"))
-    return contenders
-
-
-def backend_contender(name: str, x: Inputs, is_causal: bool, variant: str | None = None) -> Contender:
-    """One of the operator's backends, or a variant of "triton": "plain", without the Hopper kernels."""
+def backend_contender(name: str, x: Inputs, is_causal: bool) -> Contender:
+    """One of the operator's backends. The fact ``kernels`` of "triton" says whether they are those for Hopper."""
 
     def function(q1, q2, k1, k2, v, lam, *, is_causal: bool) -> Tensor:
-        with VARIANTS[variant]():
-            return diff_attention(q1, q2, k1, k2, v, lam, is_causal=is_causal, backend=name)
+        return diff_attention(q1, q2, k1, k2, v, lam, is_causal=is_causal, backend=name)
 
     facts = {}
-    if name == "triton" and variant is None:
+    if name == "triton":
         reason = unsupported_reason(check(*x, is_causal=is_causal))
         facts = {"kernels": "hopper" if reason is None else f"triton, since {reason}"}
-    return Contender(named(name, variant), "backend", function, tuple(x), is_causal, facts)
-
-
-@contextmanager
-def _without_hopper() -> Generator[None]:
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "0"
-    try:
-        yield
-    finally:
-        os.environ.pop(SWITCH)
-        if before is not None:
-            os.environ[SWITCH] = before
-
-
-VARIANTS = {None: nullcontext, "plain": _without_hopper}
+    return Contender(name, "backend", function, tuple(x), is_causal, facts)
 
 
 def named(name: str, kernel: str | None) -> str:

@@ -17,8 +17,8 @@ from torch import Tensor
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
 from diff_transformer.bench.gate import is_timed, verdict
 from diff_transformer.bench.pair import ModelSetting, generation_rows
-from diff_transformer.bench.record import Options, free_memory
-from diff_transformer.bench.timing import Times, ceilings, ratio
+from diff_transformer.bench.record import Options
+from diff_transformer.bench.timing import Times, copy_rate, ratio
 from diff_transformer.ops import available_backends, diff_attention, diff_attention_decode
 from diff_transformer.testing import assert_within_budget, eager_diff_attention
 
@@ -54,14 +54,9 @@ CPU_GRID = [
     for cache in (512, 1024, 2048, 4096)
 ]
 HEADS = ((12, 12, 128), (16, 4, 128), (16, 16, 64), (16, 4, 64))  # h, g, d: that of 3B, then one or four queries a key
-# (batch, cache) of a GPU, the most informative first; the others with --full.
-TELLING = ((1, 4096), (16, 4096), (1, 16384), (64, 1024), (1, 65536), (64, 4096), (4, 16384), (16, 16384))
-GPU_SHORT_GRID = [DecodeShape(batch, h, g, cache, d) for batch, cache in TELLING for h, g, d in HEADS]
-GPU_GRID = GPU_SHORT_GRID + [
+GPU_GRID = [  # the most informative first
     DecodeShape(batch, h, g, cache, d)
-    for batch in (1, 4, 16, 64)
-    for cache in (1024, 4096, 16384, 65536)
-    if (batch, cache) not in TELLING
+    for batch, cache in ((1, 4096), (16, 4096), (1, 16384), (64, 1024), (1, 65536), (64, 4096), (4, 16384), (16, 16384))
     for h, g, d in HEADS
 ]
 
@@ -126,13 +121,6 @@ def how_many(shape: DecodeShape, dtype: torch.dtype, device: str) -> int:
     return max(2, min(MOST_CACHES, -(-rotated // shape.bytes(dtype.itemsize))))
 
 
-def fits(shape: DecodeShape, dtype: torch.dtype, device: str) -> bool:
-    """True if two caches fit half of the free memory of a GPU."""
-    if torch.device(device).type != "cuda":
-        return True
-    return 2 * shape.bytes(dtype.itemsize) <= free_memory(device) // 2
-
-
 def run_decode_benchmark(
     shapes: list[DecodeShape],
     models: list[ModelSetting] | None = None,
@@ -147,33 +135,28 @@ def run_decode_benchmark(
 
     A row of kind "operator" has backend, role, dtype, batch, heads, kv_heads, cache, width, gate, us (microseconds a
     call), us_quartiles, ratio (over softmax attention on SDPA's own choice, the median over the turns), ratios over its
-    other kernels, gb_per_s and copy_share (of the bytes a call must move), caches (rotated) and graph (whether
-    replayed). Rows of kind "model" are those of ``generation_rows``. Parameters as in ``run_attention_benchmark``.
+    other kernels, gb_per_s and copy_share (of the bytes a call must move), and caches (rotated). Rows of kind
+    "model" are those of ``generation_rows``. Parameters as in ``run_attention_benchmark``.
     """
     run = Options(repeats=repeats, **options)
     kernels = ([name for name in KERNELS if name != "math"] if run.cuda else []) if kernels is None else kernels
-    ceiling = ceilings(run.device, dtypes)
+    rate = copy_rate(run.device)
 
     def rows(shape: DecodeShape, dtype: torch.dtype) -> Iterator[dict]:
         names = available_backends(run.device, dtype) if backends is None else backends
         names = [name for name in names if name != "reference" or backends is not None]
-        yield from measure(Caches(shape, dtype, run.device), names, kernels, ceiling, run)
+        yield from measure(Caches(shape, dtype, run.device), names, kernels, rate, run)
 
-    generation = [(f"the models at {s}", partial(generation_rows, s, run), s.compiled) for s in models or []]
-    work: list[tuple[str, Callable[[], Iterator[dict]]]] = [(n, rows) for n, rows, late in generation if not late]
-    work += [
-        (f"{shape} in {dtype}", partial(rows, shape, dtype))
-        for dtype in dtypes
-        for shape in shapes
-        if fits(shape, dtype, run.device)
+    work: list[tuple[str, Callable[[], Iterator[dict]]]] = [
+        (f"{shape} in {dtype}", partial(rows, shape, dtype)) for dtype in dtypes for shape in shapes
     ]
-    work += [(n, rows) for n, rows, late in generation if late]  # compilation takes most of a minute
+    work += [(f"the models at {setting}", partial(generation_rows, setting, run)) for setting in models or []]
     baseline = f"{BASELINE}: scaled_dot_product_attention, 2 * heads, the kernel that PyTorch chooses"
-    return run.collect("decode", work, ceilings=ceiling, baseline=baseline)
+    return run.collect("decode", work, ceilings={"copy_gb_per_s": rate}, baseline=baseline)
 
 
 @torch.inference_mode()
-def measure(caches: Caches, backends: list[str], kernels: list[str], ceiling: dict, options: Options) -> Iterator[dict]:
+def measure(caches: Caches, backends: list[str], kernels: list[str], rate: float, options: Options) -> Iterator[dict]:
     """A row for each kernel of the baseline and each backend."""
     shape, first = caches.shape, caches.all[0]
     calls: dict[str, Callable[[KeysValues], Tensor]] = {}
@@ -187,43 +170,38 @@ def measure(caches: Caches, backends: list[str], kernels: list[str], ceiling: di
     for name in backends:
         calls[name] = partial(caches.diff, backend=name)
         facts[name] = {"role": "backend"}
-    runs, graphs = {}, {}
+    runs = {}
     for name, call in calls.items():
         role = facts[name]["role"]
         facts[name]["gate"] = verdict(partial(call, first), None if role == "baseline" else partial(caches.gate, name))
         if is_timed(facts[name]["gate"], role):
-            runs[name, "decode"], graphs[name] = as_graph(caches, call)
+            runs[name, "decode"] = as_graph(caches, call)
     times = options.times(runs, kernels=True)
-    others = [n for n in graphs if facts[n]["role"] == "baseline" and n != BASELINE]
+    others = [n for n, _ in runs if facts[n]["role"] == "baseline" and n != BASELINE]
     dtype = str(caches.dtype).removeprefix("torch.")
     for name in calls:
         row = {"kind": "operator", "backend": name, "dtype": dtype, **asdict(shape)} | facts[name]
-        if name in graphs:
-            row |= timed_fields(caches, times[name, "decode"], ceiling["copy_gb_per_s"])
+        if (name, "decode") in runs:
+            row |= timed_fields(caches, times[name, "decode"], rate)
             row["ratio"] = ratio(times, name, BASELINE, "decode")
             row["ratios"] = {b: ratio(times, name, b, "decode") for b in others}
-            row["graph"] = graphs[name]
         yield row
 
 
-def as_graph(caches: Caches, call: Callable[[KeysValues], Tensor]) -> tuple[Callable[[], object], bool]:
-    """(a function that runs ``call`` once per cache, whether it replays a CUDA graph)."""
+def as_graph(caches: Caches, call: Callable[[KeysValues], Tensor]) -> Callable[[], object]:
+    """A function that runs ``call`` once per cache; on a GPU it replays a CUDA graph."""
 
     def one_round() -> None:
         for cache in caches.all:
             call(cache)
 
     if torch.device(caches.device).type != "cuda":
-        return one_round, False
-    try:
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            one_round()
-    except RuntimeError:
-        torch.cuda.synchronize()
-        return one_round, False
-    return graph.replay, True
+        return one_round
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        one_round()
+    return graph.replay
 
 
 def timed_fields(caches: Caches, times: Times, copy_gb_per_s: float) -> dict:
@@ -232,8 +210,8 @@ def timed_fields(caches: Caches, times: Times, copy_gb_per_s: float) -> dict:
     rate = size * count / times.median / 1e9
     return {
         "us": round(times.median / count * 1e6, 3),
-        "us_quartiles": [round(times.low / count * 1e6, 3), round(times.high / count * 1e6, 3)],
-        "turns": times.turns,
+        "us_quartiles": [round(each / count * 1e6, 3) for each in times.quartiles],
+        "turns": len(times.seconds),
         "bytes": size,
         "caches": count,
         "gb_per_s": round(rate, 2),

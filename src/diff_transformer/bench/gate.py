@@ -16,50 +16,28 @@ Function = Callable[..., Tensor]  # (*Inputs, is_causal=...)
 
 
 def verdict(run: Callable[[], object], check: Callable[[], object] | None) -> str:
-    """Run once, then check: "passed", "skipped: why" or "failed: what"; without a check "is the baseline".
+    """Run once, then check: "passed", "skipped: why it does not run" or "failed: what is wrong".
 
-    A kernel refuses by RuntimeError, NotImplementedError or ValueError. Any other exception, such as a compiler error,
-    is a failure of this contender only, except for a fault of the device, which ends the benchmark.
+    Without a check it is "is the baseline". A fault of the device, after which nothing runs, is raised.
     """
+    word = "skipped"
     try:
-        reason = refusal(run)
-        if reason is not None:
-            return f"skipped: {reason}"
+        run()
+        wait_for_device()
         if check is None:
             return "is the baseline"
+        word = "failed"
         check()
     except FAULT:
         raise
-    except AssertionError as error:
-        return f"failed: {error}"
     except Exception as error:
-        return f"failed: {type(error).__name__}: {error}"[:1000]
+        return f"{word}: {type(error).__name__}: {' '.join(str(error).split())}"[:1000]
     return "passed"
 
 
 def is_timed(verdict: str, role: str) -> bool:
     """True if a contender is timed: only if it passed, except that a rival may miss the budget."""
     return verdict in ("passed", "is the baseline") or (role == "rival" and verdict.startswith("failed"))
-
-
-def refusal(run: Callable[[], object]) -> str | None:
-    """Run once. Return one line on why the kernel refuses these tensors or runs out of memory; None if it ran.
-
-    Raises:
-        torch.AcceleratorError: if the device was lost.
-        RuntimeError: if Triton could not launch one of our kernels.
-    """
-    try:
-        run()
-        wait_for_device()
-    except FAULT:
-        raise
-    except (RuntimeError, NotImplementedError, ValueError) as error:
-        wait_for_device()
-        if str(error).startswith("Triton Error"):
-            raise
-        return " ".join(str(error).split())[:300]
-    return None
 
 
 def wait_for_device() -> None:

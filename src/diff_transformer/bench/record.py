@@ -3,10 +3,8 @@
 The record is rewritten after every row, so an interrupted run keeps what it has.
 """
 
-import gc
 import importlib.metadata
 import json
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -96,15 +94,6 @@ def machine(device: str) -> dict:
         "triton": importlib.metadata.version("triton"),
         "nvidia_smi": smi(),
     }
-
-
-def free_memory(device: str | torch.device) -> int:
-    """Free bytes of a CUDA device, after PyTorch has released its cache; of the machine for the CPU."""
-    gc.collect()
-    if torch.device(device).type != "cuda":
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES")
-    torch.cuda.empty_cache()
-    return torch.cuda.mem_get_info(device)[0]
 
 
 def smi() -> dict[str, str]:

@@ -1,30 +1,36 @@
-"""Timing in turns on the device's own clock, and the measured peak rates of a device."""
+"""Timing in turns on the device's own clock."""
 
 import statistics
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.utils.benchmark import Timer
 
 AT_LEAST = 3  # turns per function, even beyond the time limit
-MATRIX = {"cuda": 8192, "cpu": 1024}  # rows and columns of the matrix product
 COPY_BYTES = {"cuda": 2**32, "cpu": 2**27}
 
 
-class Times(NamedTuple):
-    """Seconds of one function over its turns."""
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one function in each of its turns."""
 
-    median: float
-    low: float  # first quartile
-    high: float  # third quartile
-    seconds: tuple[float, ...]  # of each turn
+    seconds: tuple[float, ...]
 
     @property
-    def turns(self) -> int:
-        return len(self.seconds)
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        """The first and the third; of a single turn, its time."""
+        if len(self.seconds) == 1:
+            return self.seconds[0], self.seconds[0]
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return low, high
 
     def over(self, other: "Times") -> float:
         """The median ratio of the turns that both took. A machine that changes its speed changes it little."""
@@ -36,12 +42,6 @@ def ratio(times: Mapping[Any, Times], name: str, baseline: str, kind: str) -> fl
     if (baseline, kind) not in times:
         return None
     return round(times[name, kind].over(times[baseline, kind]), 4)
-
-
-def summary(seconds: list[float]) -> Times:
-    """Median and quartiles; of a single value, that value."""
-    low, _, high = statistics.quantiles(seconds, n=4, method="inclusive") if len(seconds) > 1 else seconds * 3
-    return Times(statistics.median(seconds), low, high, tuple(seconds))
 
 
 def on_device(device: str | torch.device) -> AbstractContextManager:
@@ -73,7 +73,7 @@ def interleaved_times(
     seconds: float | None = None,
     kernels: bool = False,
 ) -> dict[Any, Times]:
-    """Median and quartiles of every function in ``runs``, in turns. Every other turn runs in the opposite order.
+    """The times of every function in ``runs``, in turns. Every other turn runs in the opposite order.
 
     ``seconds`` limits the time of each function: beyond it, and after 3 turns, the function takes no further turn.
     ``kernels``: as in ``seconds_of``.
@@ -86,25 +86,13 @@ def interleaved_times(
             began = time.perf_counter()
             seen[key].append(seconds_of(runs[key], device, kernels=kernels))
             spent[key] += time.perf_counter() - began
-    return {key: summary(values) for key, values in seen.items()}
+    return {key: Times(tuple(values)) for key, values in seen.items()}
 
 
-def ceilings(device: str, dtypes: tuple[torch.dtype, ...], *, repeats: int = 10) -> dict:
-    """Measured peak rates of a device: a large matrix product and a large copy, both of random data.
-
-    {"matmul_tflops": {dtype: TFLOP/s}, "copy_gb_per_s": GB read and written per second, and both sizes}; medians of
-    ``repeats``.
-    """
-    kind, rates = torch.device(device).type, {}
-    size, copied = MATRIX.get(kind, 1024), COPY_BYTES.get(kind, 2**27)
-    for dtype in dtypes:
-        a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-        out = torch.empty_like(a)
-        product = {"matmul": lambda a=a, b=b, out=out: torch.mm(a, b, out=out)}
-        seconds = interleaved_times(product, repeats, device, kernels=True)["matmul"].median
-        rates[str(dtype).removeprefix("torch.")] = round(2 * size**3 / seconds / 1e12, 6)
+def copy_rate(device: str) -> float:
+    """GB read and written per second by a large copy of random data, the median of 10."""
+    copied = COPY_BYTES[torch.device(device).type]
     source = torch.randint(-128, 127, (copied,), dtype=torch.int8, device=device)
     target = torch.empty_like(source)
-    copy = interleaved_times({"copy": lambda: target.copy_(source)}, repeats, device, kernels=True)["copy"]
-    rate = round(2 * copied / copy.median / 1e9, 2)
-    return {"matmul_tflops": rates, "matmul_size": size, "copy_gb_per_s": rate, "copy_bytes": copied}
+    times = interleaved_times({"copy": lambda: target.copy_(source)}, 10, device, kernels=True)["copy"]
+    return round(2 * copied / times.median / 1e9, 2)
