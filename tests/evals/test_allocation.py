@@ -8,7 +8,7 @@ from tiny_models import tiny_lm
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
-from diff_transformer.evals.allocation import Settings, evaluate_allocation, shares_of
+from diff_transformer.evals.allocation import Settings, attention_shares, evaluate_allocation
 from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.testing import peak_memory
 
@@ -62,12 +62,12 @@ def test_the_right_tokens_are_counted_by_depth_layer_and_head(filler):
 
 def test_shares_by_hand():
     row = torch.tensor([[4.0, -1.0, 2.0, 1.0, 0.0, 2.0], [0.0, 0.0, 5.0, 0.0, 0.0, 0.0]])
-    answer, noise = shares_of(row, 2, 4, 5)
-    assert answer.tolist() == pytest.approx([0.3, 1.0])
-    assert noise.tolist() == pytest.approx([0.1, 0.0])
-    answer, noise = shares_of(row, 0, 3, 5)  # the answer begins at the first token, which counts as neither
-    assert answer.tolist() == pytest.approx([0.3, 1.0])
-    assert noise.tolist() == pytest.approx([0.1, 0.0])
+    answer, noise = (torch.tensor([place in places for place in range(6)]) for places in ((2, 3), (1, 4)))
+    shares, (heads,) = attention_shares([row], answer, noise)
+    assert heads.tolist() == [pytest.approx([0.3, 1.0]), pytest.approx([0.1, 0.0])]
+    assert shares["answer"] == pytest.approx(0.65)
+    assert shares["best_head_answer"] == 1.0
+    assert shares["answer_mean_map"] == pytest.approx(4 / 7.5)  # of 2, -0.5, 3.5, 0.5, 0, 1
 
 
 def make(kind, positions=512):

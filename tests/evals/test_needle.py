@@ -269,9 +269,9 @@ def test_labels_are_scored_as_replies():
     result = many_shot.evaluate_many_shot(
         lm,
         load_labelled("python"),
-        many_shot.Settings(shots=(2,), samples=3, order_seeds=1, orders=("random",), chat_template=True),
+        many_shot.Settings(shots=(2,), samples=3, order_seeds=1, chat_template=True),
     )
-    for row in result.rows:
+    for row in result.rows[:3]:
         text = f"<|endoftext|>user\n{result.rows[0]['examples']}{row['prompt']}<|pad|>\n<|endoftext|>assistant\n"
         for label, found in zip(result.about["labels"], row["logprobs"], strict=True):
             ids = lm.tokenizer(text + label + "<|pad|>", return_tensors="pt")["input_ids"]

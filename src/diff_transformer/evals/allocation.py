@@ -13,17 +13,18 @@ shares. Those of the map averaged over a layer's heads stand beside them: there,
 the noise is smaller where heads disagree about it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.lm import LanguageModel, check_length, haystack, text_details
+from diff_transformer.evals.lm import CausalLM, check_length, haystack, text_details
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
@@ -62,7 +63,7 @@ def amount(settings: Settings) -> tuple[int, int]:
     return prompts, prompts * settings.length
 
 
-def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
     check_length(lm, settings.length, "the prompt")
     filler, part = haystack(lm, settings, settings.length)
@@ -72,7 +73,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
 
 
 def evaluate_allocation(
-    lm: LanguageModel,
+    lm: CausalLM,
     filler: Filler,
     settings: Settings = Settings(),
     samples: Samples = ALL,
@@ -87,67 +88,69 @@ def evaluate_allocation(
     Raises:
         ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
-    require_positive(length=settings.length, per_cell=settings.samples, needles=settings.needles)
+    require_positive(length=settings.length, samples=settings.samples, needles=settings.needles)
     check_length(lm, settings.length, "the prompt")
-    samples, made = samples or Samples(), []
-    same = {name: getattr(settings, name) for name in ("length", "needles", "digits")}
+    prefix: list[int] = getattr(lm, "prefix", [])
+    made: list[dict] = []
     for depth in settings.depths:
-        score = _scorer(lm, filler, {**same, "queries": 1, "depth": depth}, settings.seed)
-        made += samples.rows(f"depth{round(100 * depth)}", range(settings.samples), score)
+
+        def score(numbers: Sequence[int], depth: float = depth) -> list[dict]:
+            return [_row(lm, filler, settings, prefix, depth, number) for number in numbers]
+
+        made += samples.rows(f"depth {depth:.0%}", range(settings.samples), score)
     rows, heads = [], []
     for example, row in enumerate(made):
-        by_layer = [row.pop(f"{part}_heads") for part in PARTS]
-        rows.append({"example": example, **row})
-        for layer, parts in enumerate(zip(*by_layer, strict=True)):
-            for head, (answer, noise) in enumerate(zip(*parts, strict=True)):
+        for layer, parts in enumerate(row.pop("heads")):
+            for head, (answer, noise) in enumerate(zip(*parts.round(decimals=4).tolist(), strict=True)):
                 place = {"example": example, "layer": layer, "head": head}
                 heads.append({"experiment": "allocation_heads", **place, "answer": answer, "noise": noise})
+        rows.append({"example": example, **row})
     return Result("allocation", rows + heads)
 
 
-def _scorer(lm: LanguageModel, filler: Filler, options: dict, seed: int) -> Callable[[Sequence[int]], list[dict]]:
-    prefix = list(getattr(lm, "prefix", ()))
-    options = {**options, "length": options["length"] - len(prefix)}
-
-    def score(numbers: Sequence[int]) -> list[dict]:
-        return [one(number) for number in numbers]
-
-    def one(number: int) -> dict:
-        rng = evaluation_rng(seed, "allocation", options["needles"], round(100 * options["depth"]), number)
-        example = make_needle_example(rng, filler, lm.tokenizer, **options)
-        asked = example.prompt.rindex("\nQuestion:")
-        spans = [example.answer_spans[0], (asked, len(example.prompt))]
-        (start, end), (question, _) = token_spans(lm.tokenizer, example.prompt, spans)
-        ids = torch.tensor([prefix + encode(lm.tokenizer, example.prompt).tolist()])
-        layers = lm.last_row_attention(ids)
-        places = (start + len(prefix), end + len(prefix), question + len(prefix))
-        first = max(1, len(prefix))
-        shares = [shares_of(row, *places, first) for row in layers]  # for each layer (answer, noise), each [heads]
-        of_means = [shares_of(row.mean(0, keepdim=True), *places, first) for row in layers]
-        by_part = {part: [layer[i] for layer in shares] for i, part in enumerate(PARTS)}
-        row = {
-            "depth": options["depth"], "sample": number, "tokens": ids.shape[1], "prompt": example.prompt,
-            "expected": example.expected_completion,
-        }  # fmt: skip
-        for part, heads in by_part.items():
-            row[part] = torch.cat(heads).mean().item()
-            row[f"{part}_heads"] = [[round(share, 4) for share in layer.tolist()] for layer in heads]
-            row[f"{part}_mean_map"] = torch.cat([layer[PARTS.index(part)] for layer in of_means]).mean().item()
-        row["best_head_answer"] = torch.cat(by_part["answer"]).max().item()
-        row["score"] = row["answer"]
-        return row
-
-    return score
+def _row(lm: CausalLM, filler: Filler, settings: Settings, prefix: list[int], depth: float, sample: int) -> dict:
+    example = make_needle_example(
+        evaluation_rng(settings.seed, "allocation", settings.needles, round(100 * depth), sample), filler, lm.tokenizer,
+        length=settings.length - len(prefix), needles=settings.needles, queries=1, depth=depth, digits=settings.digits,
+    )  # fmt: skip
+    asked = example.prompt.rindex("\nQuestion:")
+    spans = token_spans(lm.tokenizer, example.prompt, [example.answer_spans[0], (asked, len(example.prompt))])
+    ids = torch.tensor([prefix + encode(lm.tokenizer, example.prompt).tolist()])
+    (start, end), (question, _) = (tuple(len(prefix) + place for place in span) for span in spans)
+    place, first = torch.arange(ids.shape[1]), max(1, len(prefix))  # the first token counts as neither
+    answer = (place >= max(first, start)) & (place < end)
+    shares, heads = attention_shares(
+        lm.last_row_attention(ids), answer, (place >= first) & (place < question) & ~answer
+    )
+    return {
+        "depth": depth, "sample": sample, "tokens": ids.shape[1], "prompt": example.prompt,
+        "expected": example.expected_completion, **shares, "score": shares["answer"], "heads": heads,
+    }  # fmt: skip
 
 
-def shares_of(
-    row: torch.Tensor, start: int, end: int, question: int, first: int = 1
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The shares of ``row [heads, T]`` on the answer's tokens ``start`` to ``end``, and on the noise: all other tokens
-    before ``question``. The ``first`` tokens count as neither: those that the tokenizer puts in front, or the first
-    one, even if it belongs to the answer (at depth 0). Shares are of the sum of magnitudes. Each is ``[heads]``, fp64.
+def attention_shares(layers: list[Tensor], answer: Tensor, noise: Tensor) -> tuple[dict[str, float], list[Tensor]]:
+    """The shares of attention, by magnitude, on the positions ``answer`` and ``noise``.
+
+    Args:
+        layers: attention of one position in each layer, ``[heads, T]``.
+        answer, noise: bool ``[T]``.
+
+    Returns:
+        ``answer`` and ``noise``, averaged over heads and layers; ``answer_mean_map`` and ``noise_mean_map`` of the map
+        averaged over the heads of a layer before magnitudes are taken; ``best_head_answer``, the largest share that a
+        single head gives to the answer. And the shares of each layer's heads, fp64 ``[2, heads]``.
     """
-    row = row.double().abs()
-    row = row / row.sum(-1, keepdim=True)
-    answer = row[:, max(first, start) : end].sum(-1)
-    return answer, row[:, first:question].sum(-1) - answer
+    heads = [_shares(layer, answer, noise) for layer in layers]
+    means = [_shares(layer.mean(0, keepdim=True), answer, noise) for layer in layers]
+    found = {
+        part + name: torch.cat([of[place] for of in shares]).mean().item()
+        for name, shares in (("", heads), ("_mean_map", means))
+        for place, part in enumerate(PARTS)
+    }
+    return found | {"best_head_answer": max(of[0].max().item() for of in heads)}, heads
+
+
+def _shares(row: Tensor, answer: Tensor, noise: Tensor) -> Tensor:
+    size = row.double().abs()
+    size = size / size.sum(-1, keepdim=True)
+    return torch.stack([size[:, answer].sum(-1), size[:, noise].sum(-1)])

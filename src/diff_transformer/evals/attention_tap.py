@@ -147,14 +147,7 @@ def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
             call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window, first=first)
 
         def finish(change: Change) -> Tensor:
-            if not core.variant.means:
-                return torch.cat([weighted(call.attention(rows, change), v) for rows in call.blocks()], dim=2)
-            parts = []
-            for rows in call.blocks():
-                maps = call.maps(rows, change)
-                parts.append((weighted(call.difference(maps, rows), v), weighted(maps[0], v)))
-            difference, first = (torch.cat(blocks, dim=2) for blocks in zip(*parts, strict=True))
-            return core.with_means(difference, first, lam, core.counted(q, k, visible), is_causal)
+            return torch.cat([weighted(call.attention(rows, change), v) for rows in call.blocks()], dim=2)
 
         return handle(call, lambda: before(q, k, v, lam, visible, first), finish, False)
 

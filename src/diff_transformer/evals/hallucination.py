@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.evals.judges import NO, YES, Judge, make_judge
-from diff_transformer.evals.lm import LanguageModel, check_length, max_positions
+from diff_transformer.evals.lm import CausalLM, check_length, max_positions
 from diff_transformer.evals.prompts import check_template, fit_document, template_details, templated, without_special
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
@@ -56,7 +56,7 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
 
 
 def evaluate_hallucination(
-    lm: LanguageModel,
+    lm: CausalLM,
     sets: Mapping[str, Sequence[GroundedItem]],
     judge: Judge,
     settings: Settings = Settings(),
@@ -106,7 +106,7 @@ def trimmed(kind: str, text: str) -> str:
     return text.strip()
 
 
-def _outputs(lm: LanguageModel, items: Sequence[GroundedItem], limit: int | None, settings: Settings) -> list[dict]:
+def _outputs(lm: CausalLM, items: Sequence[GroundedItem], limit: int | None, settings: Settings) -> list[dict]:
     """Prompt, output and facts about the text's length, for each of ``items``."""
     chat = settings.chat_template
 

@@ -13,7 +13,6 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from diff_transformer.checks import require_positive
 from diff_transformer.data.kv_recall_task import (
@@ -24,7 +23,8 @@ from diff_transformer.data.kv_recall_task import (
     recall_vocabulary,
 )
 from diff_transformer.data.seeding import evaluation_rng
-from diff_transformer.evals.lm import LanguageModel, check_length, max_positions
+from diff_transformer.evals.allocation import attention_shares
+from diff_transformer.evals.lm import CausalLM, check_length, max_positions
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
@@ -57,7 +57,7 @@ class Settings:
 QUICK = {"samples": 32}
 
 
-def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Key-value recall with ``settings``, at the length and at longer ones."""
     vocabulary = recall_vocabulary(lm.tokenizer, settings.symbols, settings.noise_symbols)
     task = RecallTask(settings.length, settings.pairs, settings.questions, settings.distractors)
@@ -68,7 +68,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
 
 
 def evaluate_recall(
-    lm: LanguageModel,
+    lm: CausalLM,
     vocabulary: RecallVocabulary,
     task: RecallTask,
     *,
@@ -109,40 +109,24 @@ def evaluate_recall(
     return Result("recall", kept + first, {"chance": 1 / task.pairs})
 
 
-def _hits(lm: LanguageModel, rows: RecallRows) -> np.ndarray:
+def _hits(lm: CausalLM, rows: RecallRows) -> np.ndarray:
     guesses = lm.predictions(torch.from_numpy(rows.ids)).numpy()
     right = np.take_along_axis(rows.ids, rows.answers, axis=1)
     return np.take_along_axis(guesses, rows.answers - 1, axis=1) == right
 
 
 def _attention(
-    lm: LanguageModel, rows: RecallRows, vocabulary: RecallVocabulary, task: RecallTask
+    lm: CausalLM, rows: RecallRows, vocabulary: RecallVocabulary, task: RecallTask
 ) -> Iterator[dict[str, float]]:
     for ids, source in zip(rows.ids[:ATTENDED], rows.sources[:ATTENDED, 0], strict=True):
-        noise = torch.from_numpy(_noise(ids[: task.context], vocabulary))
+        place = torch.arange(task.context + 1)
+        noise = torch.from_numpy(np.append(_noise(ids[: task.context], vocabulary), False))
         layers = lm.last_row_attention(torch.from_numpy(ids[None, : task.context + 1]))
-        heads = [_shares(layer, int(source), noise) for layer in layers]
-        means = [_shares(layer.mean(0, keepdim=True), int(source), noise) for layer in layers]
-        yield {
-            part + name: torch.cat([of[place] for of in shares]).mean().item()
-            for name, shares in (("", heads), ("_mean_map", means))
-            for part, place in (("answer", 0), ("noise", 1))
-        } | {"best_head_answer": max(of[0].max().item() for of in heads)}
+        # The first token, which softmax attention uses as a sink, is not noise.
+        yield attention_shares(layers, place == int(source), noise & (place > 0))[0]
 
 
 def _noise(context: np.ndarray, vocabulary: RecallVocabulary) -> np.ndarray:
     """True if each token of the context belongs to no pair: a noise token, or a key that no value follows."""
     is_value = np.isin(context, vocabulary.values)
     return ~is_value & ~np.append(is_value[1:], False)
-
-
-def _shares(row: Tensor, answer: int, noise: Tensor) -> tuple[Tensor, Tensor]:
-    """Shares of ``row [heads, T]`` by magnitude on the position ``answer`` and on the noise: each [heads].
-
-    The first token, which softmax attention uses as a sink, is not noise.
-    """
-    size = row.double().abs()
-    size = size / size.sum(-1, keepdim=True)
-    noise = noise.clone()
-    noise[0] = False
-    return size[:, answer], size[:, : len(noise)][:, noise].sum(-1)

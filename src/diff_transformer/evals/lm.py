@@ -1,13 +1,13 @@
 """The only interface between an experiment and a model.
 
-An experiment calls only the methods of ``LanguageModel`` that it needs. It therefore runs unchanged on the pair, on any
+An experiment calls only the methods of ``CausalLM`` that it needs. It therefore runs unchanged on the pair, on any
 Hugging Face causal LM, and on a ten-line fake. ``evals/attention_tap.py`` looks inside the attention of a model.
 """
 
 import inspect
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,36 +24,10 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
 from diff_transformer.model.loading import padding_token, plain_defaults
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerFast
-
 CHUNK = 2048  # tokens of a prompt per forward pass
 BATCH_TOKENS = 1 << 17  # tokens per batch
 _LOGITS = 1 << 27  # logits over the vocabulary held at a time
 _LOSSES = 1 << 24  # of these, in fp32 for their losses
-
-
-class LanguageModel(Protocol):
-    """The interface through which experiments use a model. ``CausalLM`` implements it.
-
-    ``generate`` returns the greedy continuation of each prompt, at most ``max_new_tokens`` tokens, without the prompt.
-    With ``templated``, prompts are those of a chat template: special tokens are spelled out, and none is added.
-    ``predictions`` returns the most probable next token, int64 [B, T - 1], for ``ids`` int64 [B, T].
-    ``token_losses`` returns the loss in nats of every token but the first, fp32 [B, T - 1], for ``ids`` int64 [B, T].
-    ``last_row_attention`` returns, for each layer, the attention weights of the last token of ``ids`` [1, T], fp32
-    [heads, T]; for differential attention, the difference of the two maps.
-    """
-
-    name: str
-    tokenizer: "PreTrainedTokenizerFast"
-
-    def generate(self, prompts: list[str], max_new_tokens: int, templated: bool = False) -> list[str]: ...
-
-    def predictions(self, ids: Tensor) -> Tensor: ...
-
-    def token_losses(self, ids: Tensor) -> Tensor: ...
-
-    def last_row_attention(self, ids: Tensor) -> list[Tensor]: ...
 
 
 # The layers of a ``DynamicCache`` that hold keys and values alone.
@@ -77,7 +51,7 @@ def extend(model: Any, cache: Any, ids: Tensor, **options: Any) -> tuple[Any, An
 
 
 class CausalLM:
-    """``LanguageModel`` over a Hugging Face causal LM and its tokenizer.
+    """A Hugging Face causal LM and its tokenizer.
 
     Args:
         model: in any dtype, on any device; switched to eval mode.

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diff_transformer.checks import require_known, require_positive
+from diff_transformer.checks import require_positive
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
@@ -38,7 +38,7 @@ from diff_transformer.evals.prompts import (
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
-ORDERS = ("random", "alternate")
+ORDERS = ("random", "alternate")  # alternate: the classes in turn
 LONGEST = 65536
 _SHORTEST = 256
 
@@ -57,12 +57,8 @@ class Settings:
     lengths: tuple[int, ...] = ()
     # Questions for each number of examples and each order.
     samples: int = 250
-    # Random orders at each number of examples but the largest.
-    curve_seeds: int = 1
     # Orders of each kind at the largest number, for the margin between the best and the worst.
     order_seeds: int = 10
-    # "random", and "alternate": the classes in turn.
-    orders: tuple[str, ...] = ORDERS
     # Ask through the tokenizer's chat template: one message has the examples and the question, the reply is the label.
     chat_template: bool = False
     # Seed of the questions and the examples; orders have seeds of their own.
@@ -94,22 +90,17 @@ def evaluate_many_shot(
         prompt with its answer). The first row of each order also has ``examples``: the text before its questions.
 
     Raises:
-        UserError: for sizes that are not positive, an unknown order, prompts that the model does not support, or a
-            length without room for a single example.
+        UserError: for sizes that are not positive, prompts that the model does not support, or a length without room
+            for a single example.
     """
-    curve_seeds, order_seeds, orders = settings.curve_seeds, settings.order_seeds, settings.orders
-    require_positive(samples=settings.samples, curve_seeds=curve_seeds, order_seeds=order_seeds)
-    for order in orders:
-        require_known("order", order, ORDERS)
+    require_positive(samples=settings.samples, order_seeds=settings.order_seeds)
     check_template(lm.tokenizer, settings.chat_template)
     task = _Task(lm, data, settings.samples, settings.seed, settings.chat_template)
-    counts = _counts(task, settings.shots, settings.lengths, order_seeds)
-    rows: list[dict] = []
-    for count in counts:
-        largest = count == counts[-1]
-        for order in orders if largest else ("random",):
-            for order_seed in range(order_seeds if largest else curve_seeds):
-                rows += _ask(task, count, order, order_seed, samples)
+    counts = _counts(task, settings.shots, settings.lengths, settings.order_seeds)
+    rows = [row for count in counts[:-1] for row in _ask(task, count, "random", 0, samples)]
+    for order in ORDERS:
+        for order_seed in range(settings.order_seeds):
+            rows += _ask(task, counts[-1], order, order_seed, samples)
     about = {"data": data.name, "labels": list(data.labels), "chance": 1 / len(data.labels), "shots": counts}
     return Result(
         "many_shot", rows, about | {"training_texts": len(task.pool), **template_details(settings.chat_template)}

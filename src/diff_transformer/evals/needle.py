@@ -33,7 +33,7 @@ from diff_transformer.data.needles import (
 )
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.errors import UserError
-from diff_transformer.evals.lm import LanguageModel, check_length, haystack, rows_at_once, text_details
+from diff_transformer.evals.lm import CausalLM, check_length, haystack, rows_at_once, text_details
 from diff_transformer.evals.prompts import check_template, special_spellings, template_details, templated
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
@@ -85,7 +85,7 @@ def lengths_of(settings: Settings) -> tuple[int, ...]:
     return tuple(settings.lengths) or (settings.length,)
 
 
-def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval needle``."""
     longest = max(lengths_of(settings))
     check_length(lm, longest, "the longest prompt with its answer")
@@ -95,9 +95,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
     return result
 
 
-def evaluate_needle(
-    lm: LanguageModel, filler: Filler, settings: Settings = Settings(), samples: Samples = ALL
-) -> Result:
+def evaluate_needle(lm: CausalLM, filler: Filler, settings: Settings = Settings(), samples: Samples = ALL) -> Result:
     """A row for each prompt: ``n``, ``r``, ``length``, ``depth``, the whole prompt, ``score``, the share of right
     numbers, and ``tokens``, the prompt's length with the tokens that the tokenizer puts in front (BOS).
 

@@ -19,7 +19,7 @@ from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import take_bytes
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
 from diff_transformer.data.packing import pack_documents
-from diff_transformer.evals.lm import LanguageModel, check_length, first_of_text, rows_at_once, spread_rows
+from diff_transformer.evals.lm import CausalLM, check_length, first_of_text, rows_at_once, spread_rows
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 
@@ -46,7 +46,7 @@ class Settings:
 QUICK = {"length": 128, "samples": 64, "training_bytes": 1_000_000}
 
 
-def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
+def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Loss by slice with ``settings``."""
     require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")
@@ -69,7 +69,7 @@ def run(lm: LanguageModel, settings: Settings, samples: Samples) -> Result:
 
 
 def evaluate_associative_recall(
-    lm: LanguageModel,
+    lm: CausalLM,
     ids: Tensor,
     training_tokens: np.ndarray,
     *,
