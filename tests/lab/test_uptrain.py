@@ -10,10 +10,10 @@ from transformers import (
     AutoModelForCausalLM,
     FalconH1Config,
     Gemma2Config,
+    GPT2Config,
     LlamaConfig,
     PhiConfig,
     Qwen3Config,
-    Starcoder2Config,
 )
 
 from diff_transformer.data.needles import needle_texts
@@ -46,8 +46,7 @@ def make(texts, tmp_path_factory):
         if kind not in made:
             torch.manual_seed(0)
             made[kind] = tmp_path_factory.mktemp("source") / "model"
-            own = ODD if kind is LlamaConfig else {"attention_dropout": 0.1} if kind is Starcoder2Config else {}
-            config = kind(vocab_size=len(tokenizer), **SIZES | own)
+            config = kind(vocab_size=len(tokenizer), **SIZES | (ODD if kind is LlamaConfig else {}))
             AutoModelForCausalLM.from_config(config).save_pretrained(made[kind])
             tokenizer.save_pretrained(made[kind])
         return made[kind]
@@ -159,20 +158,26 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
 
 
 def test_no_side_is_trained_with_the_dropout_that_differential_attention_lacks(make, settings, tmp_path):
-    found, ids = read_source(make(Starcoder2Config)), torch.randint(0, 400, (2, 20))
-    assert found.dropout == ("attention_dropout",)
+    found, ids = read_source(make(GPT2Config)), torch.randint(0, 400, (2, 20))
+    assert found.dropout == ("attn_pdrop",)
     found.write(tmp_path)
     for side in found.models:
         config = found.run(found.configured(settings), side, 0, tmp_path)
         folder = config.train.initial_model
         assert folder != str(found.folder)
-        model = AutoModelForCausalLM.from_pretrained(folder).train()
+        model = AutoModelForCausalLM.from_pretrained(folder, resid_pdrop=0.0, embd_pdrop=0.0).train()
         assert torch.equal(model(ids).logits, model(ids).logits), side
 
 
 def test_a_model_of_the_hub_is_called_by_its_name():
     assert label_of("/cache/models--acme--tiny/snapshots/12fd25f77366fa6b3b4b768ec3050bf629380bac") == "tiny"
     assert label_of("runs/members/diff-seed0/run/model") == "diff-seed0"
+
+
+def test_without_a_control_it_says_why(make):
+    found = read_source(make(GPT2Config))
+    assert found.no_control.startswith("GPT2LMHeadModel cannot get more heads: ")
+    assert found.others == ["diff_v2", "source"]
 
 
 def gguf(folder):

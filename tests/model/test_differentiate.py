@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM
 from diff_transformer import differentiate
 from diff_transformer.errors import UserError
 from diff_transformer.model.convert import convert_model
-from diff_transformer.model.differentiate import KINDS
+from diff_transformer.model.differentiate import KINDS, SplitAttention
 
 TAKEN = [row["model"] for row in json.loads(RECORD.read_text())["rows"] if not row["refused"]]
-SHAPES = ["Qwen3", "Mistral", "Phi"]  # every kind of projections
+SHAPES = ["Qwen3", "Mistral", "Phi-3, Phi-4", "GPT-NeoX, Pythia", "GPT-2"]  # every kind of projections
 _source = functools.cache(tiny)
 
 
@@ -142,9 +142,9 @@ def test_compiled_in_one_graph(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_meta_device_and_device_maps(kind, tmp_path):
     with torch.device("meta"):
-        meta = differentiate(AutoModelForCausalLM.from_config(source("Phi").config), kind)
+        meta = differentiate(AutoModelForCausalLM.from_config(source("Phi-3, Phi-4").config), kind)
     assert {x.device.type for x in meta.state_dict().values()} == {"meta"}
-    changed = made("Phi", kind)
+    changed = made("Phi-3, Phi-4", kind)
     assert {k: x.shape for k, x in meta.state_dict().items()} == {k: x.shape for k, x in changed.state_dict().items()}
     source("Qwen3").save_pretrained(tmp_path / "source")
     placed = AutoModelForCausalLM.from_pretrained(tmp_path / "source", device_map={"": "cpu"})
@@ -276,8 +276,10 @@ def test_softmax_attention_does_not_run_under_our_names():
 
 
 def test_dropout_is_left_out_with_a_warning():
-    model = tiny("Qwen3", attention_dropout=0.1)
+    model = tiny("GPT-2", attn_pdrop=0.1, resid_pdrop=0.5)
     with pytest.warns(UserWarning, match=r"attention dropout 0\.1 is left out"):
         differentiate(model)
+    assert isinstance(model.transformer.h[0].attn, SplitAttention)
     torch.manual_seed(0)
     model.train()
+    assert not torch.equal(logits(model, tokens()), logits(model, tokens()))  # that of the residual stays

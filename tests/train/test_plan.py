@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from transformers import BertConfig, GraniteConfig, PhiConfig
+from transformers import BertConfig, GPT2Config, GraniteConfig, PhiConfig
 
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.model.config import DiffTransformerConfig
@@ -86,7 +86,7 @@ def test_a_run_without_a_model_is_refused():
         (BertConfig, {"intermediate_size": 48}, [], "is not trained here: .*BertSelfAttention is not causal"),
         (GraniteConfig, {"logits_scaling": 2.0}, [], r"its logits are more than a product .*\(logits_scaling\)"),
         (PhiConfig, {"intermediate_size": 48}, [], r"its logits are more than a product .*\(a bias\)"),
-        (GraniteConfig, {}, ["data.documents=separate"], r"documents=separate: .* keeps the class GraniteForCausalLM"),
+        (GPT2Config, {}, ["data.documents=separate"], r"documents=separate: .* keeps the class GPT2LMHeadModel"),
     ],
 )  # fmt: skip
 def test_a_model_of_transformers_that_the_loop_cannot_train_is_refused(

@@ -14,9 +14,14 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.serving.vllm import checks
 
 PAGE, WINDOW = 32, 20
-TAKEN = [row["model"] for row in json.loads(RECORD.read_text())["rows"] if not row["refused"]]
+OTHERWISE = ("GPT-NeoX, Pythia", "GPT-2")  # in vLLM, whatever their attention
+TAKEN = [
+    row["model"]
+    for row in json.loads(RECORD.read_text())["rows"]
+    if not row["refused"] and row["model"] not in OTHERWISE
+]
 V3 = ", as V3"
-MODELS = [*TAKEN, f"Qwen3{V3}", f"Phi{V3}"]
+MODELS = [*TAKEN, f"Qwen3{V3}", f"Phi-3, Phi-4{V3}"]
 ROWS = prompts(1, PAGE + 1, 100)
 
 

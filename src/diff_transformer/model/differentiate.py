@@ -17,6 +17,7 @@ Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value 
 import inspect
 import math
 import os
+import sys
 import warnings
 from collections.abc import Sequence
 from functools import partial
@@ -25,7 +26,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, Cache, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.pytorch_utils import Conv1D
 
 from diff_transformer.checks import listed, require_known
 from diff_transformer.errors import UserError
@@ -45,16 +48,31 @@ _OUT = ("o_proj", "dense", "out_proj")
 _NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 
 
+class _Fused(NamedTuple):
+    """An attention class with q, k and v in one matrix, its rows by head (q, k and v of head 0, ...) or by part."""
+
+    matrix: str
+    out: str
+    by_head: bool
+
+
+_FUSED = {
+    "Phi3Attention": _Fused("qkv_proj", "o_proj", by_head=False),
+    "GPTNeoXAttention": _Fused("query_key_value", "dense", by_head=True),
+    "GPT2Attention": _Fused("c_attn", "c_proj", by_head=False),
+}
 _NUMBERS = {"num_heads", "num_key_value_heads", "num_attention_heads"}
 
 
 class Parts(NamedTuple):
     """One attention module of a model: its projections, n heads of width d, and norms of queries and keys or None."""
 
+    path: str
     module: Any
     q: nn.Linear
     k: nn.Linear
-    out: nn.Linear
+    v: nn.Linear
+    out: Any
     n: int
     d: int
     norms: tuple[Any, Any]
@@ -102,7 +120,7 @@ def restore(model: PreTrainedModel, *_: Any) -> None:
     """
     entry = getattr(model.config, ENTRY)
     check_start(entry["kind"], entry["lambda_init"])
-    double(model, [_read(x) for x in _attentions(model) if not hasattr(x, LAMBDA)])
+    double(model, [_read(path, x) for path, x in _attentions(model) if not hasattr(x, LAMBDA)])
 
 
 def check_start(kind: str, lambda_init: Any) -> None:
@@ -159,25 +177,26 @@ def read(model: Any) -> list[Parts]:
         if wrong:
             raise UserError(f"{name} {reason}")
     try:
-        return [_read(module) for module in modules]
+        return [_read(path, module) for path, module in modules]
     except UserError as error:
         raise UserError(f"{name} is not taken: {error}") from None
 
 
-def _attentions(model: nn.Module) -> list[Any]:
-    """The modules that call an attention function of transformers' interface."""
-    codes = ((x, getattr(inspect.unwrap(type(x).forward), "__code__", None)) for x in model.modules())
-    return [module for module, code in codes if code is not None and "get_interface" in code.co_names]
+def _attentions(model: nn.Module) -> list[tuple[str, Any]]:
+    """The modules, by path, that call an attention function of transformers' interface."""
+    codes = ((x, getattr(inspect.unwrap(type(x[1]).forward), "__code__", None)) for x in model.named_modules())
+    return [named for named, code in codes if code is not None and "get_interface" in code.co_names]
 
 
-def _read(module: Any) -> Parts:
-    """The parts of an attention module.
+def _read(path: str, module: Any) -> Parts:
+    """The parts of an attention module; the projections of a fused matrix are new.
 
     Raises:
         UserError: if it cannot be doubled, naming its class.
     """
-    kind = type(module).__name__
-    names = ("q_proj", "k_proj", "v_proj", next((name for name in _OUT if hasattr(module, name)), _OUT[0]))
+    kind, fused = type(module).__name__, _FUSED.get(type(module).__name__)
+    out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
+    names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
     missing = [name for name in names if not hasattr(module, name)]
     known = {*names, *(name for pair in _NORMS for name in pair)}
     children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
@@ -194,14 +213,17 @@ def _read(module: Any) -> Parts:
             raise UserError(reason)
     for name in names:
         linear = type(getattr(module, name))
-        if linear is not nn.Linear:
+        if linear not in (nn.Linear, Conv1D):
             raise UserError(f"{name} of {kind} is a {linear.__name__}; give the model before adapters and quantisation")
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
     norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
-    q, k, v, out = (getattr(module, name) for name in names)
-    _check_heads(module, q, k, v, out, d)
+    if fused:
+        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
+    else:
+        q, k, v = module.q_proj, module.k_proj, module.v_proj
+        _check_heads(module, q, k, v, getattr(module, out), d)
     pair = getattr(module, norms[0], None), getattr(module, norms[1], None)
-    return Parts(module, q, k, out, q.out_features // d, d, pair)
+    return Parts(path, module, q, k, v, getattr(module, names[-1]), q.out_features // d, d, pair)
 
 
 def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
@@ -212,6 +234,22 @@ def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.
         raise UserError(f"{kind} fixes its number of heads ({', '.join(sorted(numbers))})")
 
 
+def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
+    """q, k and v of a fused matrix, as copies."""
+    weight = matrix.weight.data.T if isinstance(matrix, Conv1D) else matrix.weight.data  # [(n + 2m) d, width]
+    rows = torch.arange(len(weight), device="cpu")
+    m = (len(weight) // d - n) // 2
+    linears = []
+    for part in rows.view(n, 3, d).unbind(1) if by_head else rows.split([n * d, m * d, m * d]):
+        part = part.flatten().to(weight.device)
+        linear = nn.Linear(weight.shape[1], len(part), bias=matrix.bias is not None, device="meta", dtype=weight.dtype)
+        linear.weight = nn.Parameter(weight[part], requires_grad=matrix.weight.requires_grad)
+        if matrix.bias is not None:
+            linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
+        linears.append(linear)
+    return linears
+
+
 # Doubling its heads.
 
 
@@ -220,7 +258,11 @@ def double(model: PreTrainedModel, parts: Sequence[Parts]) -> None:
     """Double the heads of ``parts`` as the entry of the configuration says, and choose differential attention."""
     config, entry, draw = model.config, getattr(model.config, ENTRY), torch.Generator("cpu").manual_seed(0)
     for part in parts:
-        _double(part, entry["kind"], entry["lambda_init"], draw)
+        module = part.module
+        if type(module).__name__ in _FUSED:
+            module = SplitAttention(module, part)
+            model.set_submodule(part.path, module)
+        _double(module, part, entry["kind"], entry["lambda_init"], draw)
     if entry["kind"] == "diff":  # its vectors stay fp32: accelerate makes them units of FSDP, each of one dtype
         model._no_split_modules = {*(model._no_split_modules or ()), LearnedLambda.__name__}
     if not _subtracts(config._attn_implementation):
@@ -229,9 +271,9 @@ def double(model: PreTrainedModel, parts: Sequence[Parts]) -> None:
     config.attn_implementation = DEFAULT
 
 
-def _double(part: Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
+def _double(module: Any, part: Parts, kind: str, lambda_init: float, draw: torch.Generator) -> None:
     """Heads 2i and 2i + 1 of the queries (and of the keys of "diff") become copies of head i."""
-    module, q, k, d, norms = part.module, part.q, part.k, part.d, part.norms
+    q, k, d, norms = part.q, part.k, part.d, part.norms
     by_head = any(x.numel() > d for x in norms[0].parameters()) if norms[0] is not None else False
     for projection, norm in ((q, norms[0]), (k, norms[1]))[: 2 if kind == "diff" else 1]:
         _widen(projection, d)
@@ -273,6 +315,41 @@ def _lambda(q: nn.Linear, kind: str, lambda_init: float, n: int, d: int, draw: t
     for vector, value in zip(lam.parameters(), (*vectors, *vectors), strict=True):  # q1 = q2, k1 = k2
         vector.copy_(value)
     return lam
+
+
+class SplitAttention(nn.Module):
+    """Attention with q, k and v as matrices of their own, in place of a class that keeps them as one."""
+
+    def __init__(self, fused: Any, part: Parts):
+        super().__init__()
+        self.config, self.layer_idx = fused.config, fused.layer_idx
+        self.scaling, self.head_dim, self.is_causal = fused.scaling, part.d, True
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = part.q, part.k, part.v, part.out
+        self.dropout = getattr(fused, "resid_dropout", None) or nn.Identity()
+        # None where positions are embedded with the tokens
+        self.rotate: Any = getattr(sys.modules[type(fused).__module__], "apply_rotary_pos_emb", None)
+        self.train(fused.training)
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        position_embeddings: tuple[Tensor, Tensor] | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, None]:
+        """``[B, T, width]`` to the same shape; a cache may come under any name."""
+        caches = [kwargs.pop(name) for name in list(kwargs) if isinstance(kwargs[name], Cache)]
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (
+            projection(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for projection in projections
+        )
+        if position_embeddings is not None:
+            q, k = self.rotate(q, k, *position_embeddings)
+        for cache in caches:
+            k, v = cache.update(k, v, self.layer_idx)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, attend)
+        out, _ = function(self, q, k, v, attention_mask, scaling=self.scaling, **kwargs)
+        return self.dropout(self.o_proj(out.flatten(2))), None
 
 
 # Attention of a changed model.

@@ -30,7 +30,7 @@ def contents(folder):
 
 @pytest.mark.parametrize(
     ("name", "kind"),
-    [("Qwen3", "diff_v2"), ("Qwen3-MoE", "diff"), ("Phi", "diff"), ("Llama with biases", "diff_v2")],
+    [("Qwen3", "diff_v2"), ("Qwen3-MoE", "diff"), ("Phi-3, Phi-4", "diff"), ("Llama with biases", "diff_v2")],
 )
 def test_the_logits_stay_and_the_source_too(saved, tmp_path, name, kind):
     source = saved(name)
