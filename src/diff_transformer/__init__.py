@@ -22,6 +22,7 @@ _HOMES = {
     "DiffTransformerConfig": "model.modeling",  # beside the models, which it registers with transformers
     "matched_baseline": "model.config",
     "differentiate": "model.differentiate",
+    "fold": "model.dex",
     "DiffTransformerModel": "model.modeling",
     "DiffTransformerForCausalLM": "model.modeling",
     "convert_folder": "model.convert.folder",
@@ -42,6 +43,7 @@ if TYPE_CHECKING:
     from diff_transformer.model.config import DiffTransformerConfig as DiffTransformerConfig
     from diff_transformer.model.config import matched_baseline as matched_baseline
     from diff_transformer.model.convert.folder import convert_folder as convert_folder
+    from diff_transformer.model.dex import fold as fold
     from diff_transformer.model.differentiate import differentiate as differentiate
     from diff_transformer.model.lambdas import lambda_init as lambda_init
     from diff_transformer.model.modeling import DiffTransformerForCausalLM as DiffTransformerForCausalLM

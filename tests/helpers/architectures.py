@@ -83,7 +83,7 @@ def record():
     """The answer to each architecture: "" where it is taken, else why not."""
     import transformers
 
-    from diff_transformer.model.differentiate import read
+    from diff_transformer.model.parts import read
 
     rows = []
     for name in ARCHITECTURES:

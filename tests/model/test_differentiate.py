@@ -249,7 +249,7 @@ def test_bad_arguments_are_refused():
     refused("no kind of .* 'dint'.*; there are: diff_v2, diff_v3, diff", source("Qwen3"), "dint")
     for value in (0, 1, -0.5, float("nan"), "half"):
         refused("give a number between 0 and 1, neither of them", source("Qwen3"), "diff", lambda_init=value)
-    refused("lambda of 'diff_v2' starts at 0.5; leave it out", source("Qwen3"), lambda_init=0.3)
+    refused("'diff_v2' has a start of its own; leave it out", source("Qwen3"), lambda_init=0.3)
 
 
 def test_models_that_cannot_be_doubled_are_refused():

@@ -14,7 +14,6 @@ whose configuration has it, before weights are loaded.
 Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value heads, d their width.
 """
 
-import inspect
 import math
 import os
 import sys
@@ -22,63 +21,32 @@ import warnings
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, Cache, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.pytorch_utils import Conv1D
 
-from diff_transformer.checks import listed, require_known
+from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
+from diff_transformer.model import dex
 from diff_transformer.model.caches import is_static
 from diff_transformer.model.card import source_facts, write_card
 from diff_transformer.model.implementations import DEFAULT, IMPLEMENTATIONS, OWN_NAMES
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
+from diff_transformer.model.parts import DEX, ENTRY, FUSED, Parts, attentions, read, read_part
 from diff_transformer.ops.api import diff_attention
 
 KINDS = ("diff_v2", "diff_v3", "diff")
-ENTRY = "differential"  # in the configuration
 FIRST = {"diff_v2": 1.0, "diff_v3": 0.5, "diff": 1.0}  # weight of the first map at the start
 LAMBDA = "differential_lambda"  # a submodule of each attention, and the argument that carries its result
 GATE = "differential_gate"  # the argument that carries the weight of the first map of "diff_v3"
 
-_OUT = ("o_proj", "dense", "out_proj")
-_NORMS = (("q_norm", "k_norm"), ("q_layernorm", "k_layernorm"), ("query_layernorm", "key_layernorm"))
 
-
-class _Fused(NamedTuple):
-    """An attention class with q, k and v in one matrix, its rows by head (q, k and v of head 0, ...) or by part."""
-
-    matrix: str
-    out: str
-    by_head: bool
-
-
-_FUSED = {
-    "Phi3Attention": _Fused("qkv_proj", "o_proj", by_head=False),
-    "GPTNeoXAttention": _Fused("query_key_value", "dense", by_head=True),
-    "GPT2Attention": _Fused("c_attn", "c_proj", by_head=False),
-}
-_NUMBERS = {"num_heads", "num_key_value_heads", "num_attention_heads"}
-
-
-class Parts(NamedTuple):
-    """One attention module of a model: its projections, n heads of width d, and norms of queries and keys or None."""
-
-    path: str
-    module: Any
-    q: nn.Linear
-    k: nn.Linear
-    v: nn.Linear
-    out: Any
-    n: int
-    d: int
-    norms: tuple[Any, Any]
-
-
-def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -> Any:
+def differentiate(
+    model: Any, kind: str = "diff_v2", lambda_init: float = 0.5, heads: Sequence[Sequence[int]] | None = None
+) -> Any:
     """Make ``model`` differential in place; its logits stay what they are, up to the rounding of its dtype.
 
     Do so before optimizers and PEFT adapters: the projections of queries get new parameters. ``save_pretrained`` and
@@ -88,9 +56,11 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
         model: a ``PreTrainedModel`` that is a decoder, in full or half precision, on any device, also "meta".
         kind: "diff_v2" doubles the queries, and lambda is sigmoid(X W_lambda); keys, values and their cache stay.
             "diff_v3" does so too and also gates the first map; the gates start at 1/2 and 1/4 for every token.
-            "diff" doubles queries and keys, and lambda is learned in each layer.
+            "diff" doubles queries and keys, and lambda is learned in each layer. "dex" keeps the maps and subtracts
+            a learned part of each head's output, which ``fold`` multiplies into W_O after training (``model/dex.py``).
         lambda_init: weight of the second map over that of the first at the start, between 0 and 1; 0.5 for "diff_v2"
-            and "diff_v3". Other values than 0.5 round W_O.
+            and "diff_v3". Other values than 0.5 round W_O. "dex" has lambda's schedule.
+        heads: of each layer the heads that "dex" changes, as of ``heads_by_entropy``; all by default.
 
     Returns:
         ``model``.
@@ -100,11 +70,16 @@ def differentiate(model: Any, kind: str = "diff_v2", lambda_init: float = 0.5) -
             unknown kind, or a ``lambda_init`` that gives the second map no gradient.
     """
     check_start(kind, lambda_init)
-    parts = read(model)
+    if heads is not None and kind != DEX:
+        raise UserError(f"heads are for kind {DEX!r}, and kind is {kind!r}, which changes all heads; leave heads out")
+    parts, source = read(model), source_facts(model.config._name_or_path)
+    if kind == DEX:
+        dex.extend(model, parts, heads)
+        setattr(model.config, ENTRY, {"kind": DEX, "source": source})
+        return model
     rates = [getattr(part.module, "attention_dropout", getattr(part.module, "attn_dropout", 0)) for part in parts]
     if dropout := max(float(getattr(rate, "p", rate)) for rate in rates):
         warnings.warn(f"attention dropout {dropout:g} is left out: differential attention has none", stacklevel=2)
-    source = source_facts(model.config._name_or_path)
     setattr(model.config, ENTRY, {"kind": kind, "lambda_init": float(lambda_init), "source": source})
     double(model, parts)
     model.set_attn_implementation(DEFAULT)
@@ -119,13 +94,15 @@ def restore(model: PreTrainedModel, *_: Any) -> None:
         UserError: for an entry that this version does not know, or as ``differentiate``.
     """
     entry = getattr(model.config, ENTRY)
+    if entry["kind"] == DEX:
+        return dex.extend(model, [read_part(path, x) for path, x in attentions(model) if not hasattr(x, DEX)])
     check_start(entry["kind"], entry["lambda_init"])
-    double(model, [_read(path, x) for path, x in _attentions(model) if not hasattr(x, LAMBDA)])
+    double(model, [read_part(path, x) for path, x in attentions(model) if not hasattr(x, LAMBDA)])
 
 
 def check_start(kind: str, lambda_init: Any) -> None:
     """Raise UserError for a kind or a lambda at which a converted model cannot start."""
-    require_known("kind of differential attention", kind, KINDS)
+    require_known("kind of differential attention", kind, (*KINDS, DEX))
     if not isinstance(lambda_init, int | float) or not 0 < lambda_init < 1:
         raise UserError(
             f"lambda_init is {lambda_init!r}; give a number between 0 and 1, neither of them: at 0 the second map has "
@@ -133,7 +110,7 @@ def check_start(kind: str, lambda_init: Any) -> None:
         )
     if kind != "diff" and lambda_init != 0.5:
         raise UserError(
-            f"lambda_init is {lambda_init!r}, and lambda of {kind!r} starts at 0.5; leave it out, or take 'diff'"
+            f"lambda_init is {lambda_init!r}, and {kind!r} has a start of its own; leave it out, or take 'diff'"
         )
 
 
@@ -150,106 +127,6 @@ def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main
         write_card(model, Path(save_directory))
 
 
-# Reading a model.
-
-
-def read(model: Any) -> list[Parts]:
-    """The attention modules of ``model``, which ``double`` takes.
-
-    Raises:
-        UserError: for a model whose attention cannot be doubled, saying why.
-    """
-    if not isinstance(model, PreTrainedModel):
-        raise UserError(
-            f"the model is a {type(model).__name__}; give a PreTrainedModel of transformers, before it is wrapped "
-            "(PEFT adapters come after differentiate)"
-        )
-    name, config, modules = type(model).__name__, model.config, _attentions(model)
-    quantised = getattr(model, "hf_quantizer", None) or getattr(config, "quantization_config", None)
-    differential = getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama")
-    for wrong, reason in (
-        (differential, "is differential already; give a softmax model"),
-        (quantised is not None, "has quantised weights, which cannot be doubled; load it without quantisation"),
-        (getattr(config, "is_encoder_decoder", False), "is an encoder-decoder; only decoders are taken"),
-        (config.get_text_config() is not config, "has other parts than text; only text decoders are taken"),
-        (not modules, "computes attention without transformers' AttentionInterface, through which its maps would pass"),
-    ):
-        if wrong:
-            raise UserError(f"{name} {reason}")
-    try:
-        return [_read(path, module) for path, module in modules]
-    except UserError as error:
-        raise UserError(f"{name} is not taken: {error}") from None
-
-
-def _attentions(model: nn.Module) -> list[tuple[str, Any]]:
-    """The modules, by path, that call an attention function of transformers' interface."""
-    codes = ((x, getattr(inspect.unwrap(type(x[1]).forward), "__code__", None)) for x in model.named_modules())
-    return [named for named, code in codes if code is not None and "get_interface" in code.co_names]
-
-
-def _read(path: str, module: Any) -> Parts:
-    """The parts of an attention module; the projections of a fused matrix are new.
-
-    Raises:
-        UserError: if it cannot be doubled, naming its class.
-    """
-    kind, fused = type(module).__name__, _FUSED.get(type(module).__name__)
-    out = next((name for name in _OUT if hasattr(module, name)), _OUT[0])
-    names = (fused.matrix, fused.out) if fused else ("q_proj", "k_proj", "v_proj", out)
-    missing = [name for name in names if not hasattr(module, name)]
-    known = {*names, *(name for pair in _NORMS for name in pair)}
-    children = [name for name, child in module.named_children() if next(child.parameters(), None) is not None]
-    unknown = [*module._parameters, *(name for name in children if name not in known)]
-    for wrong, reason in (
-        (not getattr(module, "is_causal", True), f"{kind} is not causal, as an encoder's attention"),
-        (getattr(module, "attn_logit_softcapping", None) is not None,
-         f"{kind} caps its scores (attn_logit_softcapping), which the operator does not; set it to None in the "
-         "configuration, which changes the logits, and train on"),
-        (missing, f"{kind} has no {listed(missing[:1])}"),
-        (unknown, f"{kind} has {listed(unknown)} beside its projections"),
-    ):  # fmt: skip
-        if wrong:
-            raise UserError(reason)
-    for name in names:
-        linear = type(getattr(module, name))
-        if linear not in (nn.Linear, Conv1D):
-            raise UserError(f"{name} of {kind} is a {linear.__name__}; give the model before adapters and quantisation")
-    d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
-    norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
-    if fused:
-        q, k, v = _split(getattr(module, fused.matrix), fused.by_head, module.config.num_attention_heads, d)
-    else:
-        q, k, v = module.q_proj, module.k_proj, module.v_proj
-        _check_heads(module, q, k, v, getattr(module, out), d)
-    pair = getattr(module, norms[0], None), getattr(module, norms[1], None)
-    return Parts(path, module, q, k, v, getattr(module, names[-1]), q.out_features // d, d, pair)
-
-
-def _check_heads(module: Any, q: nn.Linear, k: nn.Linear, v: nn.Linear, out: nn.Linear, d: int) -> None:
-    kind, n, m = type(module).__name__, q.out_features, k.out_features  # widths of all heads
-    if not d or n % m or m % d or v.out_features != m or out.in_features != n:
-        raise UserError(f"queries, keys and values of {kind} are not heads of one width, or a gate is among them")
-    if numbers := _NUMBERS & set(inspect.unwrap(type(module).forward).__code__.co_names):
-        raise UserError(f"{kind} fixes its number of heads ({', '.join(sorted(numbers))})")
-
-
-def _split(matrix: Any, by_head: bool, n: int, d: int) -> list[nn.Linear]:
-    """q, k and v of a fused matrix, as copies."""
-    weight = matrix.weight.data.T if isinstance(matrix, Conv1D) else matrix.weight.data  # [(n + 2m) d, width]
-    rows = torch.arange(len(weight), device="cpu")
-    m = (len(weight) // d - n) // 2
-    linears = []
-    for part in rows.view(n, 3, d).unbind(1) if by_head else rows.split([n * d, m * d, m * d]):
-        part = part.flatten().to(weight.device)
-        linear = nn.Linear(weight.shape[1], len(part), bias=matrix.bias is not None, device="meta", dtype=weight.dtype)
-        linear.weight = nn.Parameter(weight[part], requires_grad=matrix.weight.requires_grad)
-        if matrix.bias is not None:
-            linear.bias = nn.Parameter(matrix.bias.data[part], requires_grad=matrix.bias.requires_grad)
-        linears.append(linear)
-    return linears
-
-
 # Doubling its heads.
 
 
@@ -259,7 +136,7 @@ def double(model: PreTrainedModel, parts: Sequence[Parts]) -> None:
     config, entry, draw = model.config, getattr(model.config, ENTRY), torch.Generator("cpu").manual_seed(0)
     for part in parts:
         module = part.module
-        if type(module).__name__ in _FUSED:
+        if type(module).__name__ in FUSED:
             module = SplitAttention(module, part)
             model.set_submodule(part.path, module)
         _double(module, part, entry["kind"], entry["lambda_init"], draw)

@@ -214,7 +214,7 @@ def _check_class(config: RunConfig, folder: Path) -> None:
 
 def check_trainable(folder: Path, model: Any) -> None:
     """Raise UserError for a model of another library that this loop cannot train."""
-    from diff_transformer.model.differentiate import read
+    from diff_transformer.model.parts import read
 
     reason = None
     try:

@@ -45,7 +45,7 @@ def test_another_model_is_named(tmp_path):
         ({"target": "unilm"}, "no target 'unilm'; there are: diff-transformer, llama"),
         ({"target": "llama"}, "is in the layout 'llama' already; give another --to"),
         ({"dtype": "int8"}, "no dtype 'int8'; there are: float32"),
-        ({"target": "diff_v2", "lambda_init": 0.3}, "lambda of 'diff_v2' starts at 0.5"),
+        ({"target": "diff_v2", "lambda_init": 0.3}, "'diff_v2' has a start of its own"),
     ],
 )
 def test_wrong_names(llama, options, message):

@@ -58,14 +58,10 @@ def test_options_and_dtype(saved, tmp_path):
     assert attention.differential_lambda().item() == pytest.approx(0.25)
 
 
-def test_the_command_and_info(saved, tmp_path):
-    source = saved("Qwen3")
-    out = cli("convert", source, "--to", "diff_v2", "--out", tmp_path / "out")
+def test_the_command(saved, tmp_path):
+    out = cli("convert", saved("Qwen3"), "--to", "diff_v2", "--out", tmp_path / "out")
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines()[-1] == f"model: {tmp_path / 'out'}"
-    shown = " ".join(cli("info", source).stdout.replace("│", " ").split())
-    assert "a 'qwen3' model" in shown
-    assert "num_attention_heads 4" in shown
 
 
 def refused(folder, message, target="diff_v2", error=ValueError, **options):
@@ -82,7 +78,7 @@ def test_refusals_come_before_the_weights_are_read(saved, tmp_path, monkeypatch)
     refused(saved("gpt-oss"), r"GptOssForCausalLM is not taken: GptOssAttention has sinks beside its projections")
     refused(saved("Mamba 2"), "computes attention without transformers' AttentionInterface")
     source = saved("Qwen3")
-    refused(source, "lambda of 'diff_v2' starts at 0.5", lambda_init=0.3)
+    refused(source, "'diff_v2' has a start of its own", lambda_init=0.3)
     settings = json.loads((source / "config.json").read_text())
     (source / "config.json").write_text(json.dumps(settings | {"model_type": "qwen99"}))
     refused(source, "transformers builds no causal language model of it")

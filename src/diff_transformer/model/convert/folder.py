@@ -19,9 +19,10 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import diffllama, llama, motif
 from diff_transformer.model.convert.conversion import converted
 from diff_transformer.model.convert.from_softmax import to_differential
-from diff_transformer.model.differentiate import KINDS, check_start, differentiate, read, start_of
+from diff_transformer.model.differentiate import KINDS, check_start, differentiate, start_of
 from diff_transformer.model.loading import DTYPES, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
+from diff_transformer.model.parts import read
 
 PACKAGE = "diff-transformer"
 _CARRIED = (
