@@ -44,7 +44,8 @@ EVERY = {**CORES, **FORMULAS}
 def layer_of(variant, kv=4, backend="auto", causal=True, value_dim=None):
     torch.manual_seed(3)
     heads = count_heads(variant, HEADS, kv, D, value_dim)
-    core = core_of(variant, HIDDEN, heads, 2, is_causal=causal, backend=backend)
+    core = core_of(variant, HIDDEN, heads, 2, backend=backend)
+    core.is_causal = causal
     return Attention(HIDDEN, heads, core, is_causal=causal)
 
 

@@ -167,12 +167,8 @@ class Attention(nn.Module):
         if tables is not None:
             if context is not None:
                 raise UserError("a context has no positions among the queries'; leave out rope_theta for it")
-            q, k = self.rotate(q, k, *tables)
+            q, k = apply_rotary(q, *tables), apply_rotary(k, *tables)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-
-    def rotate(self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Apply the rotary embedding to queries and keys, [B, length, heads, d]."""
-        return apply_rotary(q, cos, sin), apply_rotary(k, cos, sin)
 
     def _rotary_tables(self, position_ids, queries: int, cache, device):
         if self.rope_theta is None:
@@ -281,23 +277,17 @@ class DiffAttention(Attention):
             )  # fmt: skip
         key_value_heads = num_key_value_heads or default_key_value_heads(variant, num_heads)
         heads = count_heads(variant, num_heads, key_value_heads, head_dim, value_head_dim)
-        core = core_of(
-            variant, hidden_size, heads, layer_index, is_causal=is_causal, backend=backend, window=window,
-            norm_eps=norm_eps,
-        )  # fmt: skip
+        core = core_of(variant, hidden_size, heads, layer_index, backend=backend, window=window, norm_eps=norm_eps)
+        core.is_causal = is_causal
         super().__init__(
             hidden_size, heads, core, context_size=context_size, is_causal=is_causal, rope_theta=rope_theta,
             layer_idx=layer_index, bias=bias, qk_norm=norm_eps if qk_norm else None, qk_clip=qk_clip,
         )  # fmt: skip
 
 
-def core_of(
-    variant: Variant, hidden_size: int, heads: HeadCounts, layer_index: int, *, is_causal: bool = True, **options: Any
-) -> AttentionCore:
-    """The core of a variant; ``options`` are those of ``AttentionCore``."""
-    if variant.means:
-        return DintCore(variant, hidden_size, heads, layer_index, is_causal=is_causal, **options)
-    return AttentionCore(variant, hidden_size, heads, layer_index, **options)
+def core_of(variant: Variant, *arguments: Any, **options: Any) -> AttentionCore:
+    """The core of a variant; arguments are those of ``AttentionCore``."""
+    return (DintCore if variant.means else AttentionCore)(variant, *arguments, **options)
 
 
 def _by_head(x: Tensor, width: int) -> Tensor:

@@ -49,10 +49,5 @@ def update_cache(cache, k: Tensor, v: Tensor, layer_idx: int) -> tuple[Tensor, T
     lie side by side: its keys are ``[B, g, S, 2d]``.
     """
     if v.shape[1] != k.shape[1] and is_static(cache):
-        k = pair_side_by_side(k, v.shape[1])  # [B, g, T, 2d]
+        k = k.unflatten(1, (v.shape[1], -1)).transpose(2, 3).flatten(-2)  # [B, g, T, 2d]
     return cache.update(k, v, layer_idx)
-
-
-def pair_side_by_side(x: Tensor, heads: int) -> Tensor:
-    """``[B, m, S, d]`` as ``[B, heads, S, (m / heads) d]``: neighbouring heads side by side."""
-    return x.unflatten(1, (heads, -1)).transpose(2, 3).flatten(-2)

@@ -4,16 +4,6 @@ import re
 from pathlib import Path
 from typing import Any
 
-_TITLES = {
-    "diff": "DIFF Transformer (differential attention, arXiv 2410.05258)",
-    "diff_v2": "DIFF Transformer V2 (differential attention with a lambda for each token and head)",
-    "diff_v3": "DIFF Transformer V3 (differential attention with a gate on each map, for each token and head)",
-    "gated": "Transformer with gated softmax attention",
-    "grouped_diff": "DIFF Transformer with grouped differential attention (arXiv 2510.06949)",
-    "dint": "DINT Transformer (differential attention plus its mean, arXiv 2501.17486)",
-    "softmax": "Transformer with softmax attention, the baseline of a DIFF Transformer",
-}
-
 
 def write_card(model: Any, folder: Path) -> None:
     """Write ``README.md`` to ``folder``; an existing one is kept.
@@ -33,7 +23,8 @@ def card(model: Any) -> str:
     needs = "It needs the package: `pip install diff-transformer`."
     if entry is None:
         source = vars(model).get("source_facts") or {}
-        title, auto = _TITLES[model.config.attention], f"AutoModel{''.join(name.partition('For')[1:])}"
+        auto = "AutoModelForCausalLM" if name.endswith("ForCausalLM") else "AutoModel"
+        title = f"{name} with attention={model.config.attention!r}"
         needs += (
             " vLLM then finds the model by itself; other programs import `diff_transformer` first, or pass "
             "`trust_remote_code=True`."

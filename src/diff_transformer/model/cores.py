@@ -33,9 +33,12 @@ class AttentionCore(nn.Module):
     head_norm: RMSNorm of each head, or None.
     window: in causal attention each query sees its last ``window`` keys, its own included; None for all keys.
     backend: of ``diff_attention``.
+    is_causal: that of the layer. The means of "dint" are then running ones, even in a call whose mask says what is
+        visible.
     """
 
     lam: Any
+    is_causal = True
 
     def __init__(
         self,

@@ -114,13 +114,6 @@ def check_start(kind: str, lambda_init: Any) -> None:
         )
 
 
-def start_of(kind: str, lambda_init: float) -> str:
-    """How the weights of the maps of a converted model start, in words."""
-    if kind == "diff_v3":
-        return "the gates start at 1/2 and 1/4"
-    return f"lambda starts at {lambda_init:g}{' in every layer' if kind == 'diff' else ''}"
-
-
 def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any) -> None:
     """Write the model card, ``README.md``, if there is none; ``save_pretrained`` calls it."""
     if is_main_process:

@@ -17,8 +17,6 @@ each document. A mask does not restart it: the model rejects masks under which a
 one; the layer alone does not check this.
 """
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -27,28 +25,11 @@ from diff_transformer.model.inputs import Visible, as_boolean
 from diff_transformer.ops.masking import fully_masked_rows
 from diff_transformer.ops.reference import DiffMaps
 
-
-class Counted(NamedTuple):
-    """Queries of a call, bool ``[B|1, h|1, T, 1]``.
-
-    weights: True for queries that count in means.
-    fully_masked: True for queries that may attend to nothing; None if there are none.
-    """
-
-    weights: Tensor
-    fully_masked: Tensor | None
+Counted = tuple[Tensor, Tensor | None]  # the queries that count in means, and the fully masked ones, if there are any
 
 
 class DintCore(AttentionCore):
-    """The core of DINT: two calls of ``diff_attention``, one for A1 - lambda A2 and one for A1.
-
-    ``is_causal``: always take running means, even if a call expresses its causal limit by a mask. Otherwise the mean is
-    over all queries unless the call itself is causal.
-    """
-
-    def __init__(self, *args, is_causal: bool = True, **kwargs):
-        super().__init__(*args, **kwargs)
-        self.is_causal = is_causal
+    """The core of DINT: two calls of ``diff_attention``, one for A1 - lambda A2 and one for A1."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, lam: Lambda, visible: Visible, first=None) -> Tensor:
         """``(first A1 - lambda A2 + lambda G) V``, before the head norm: ``[B, h, T, dv]``. G has no weight."""
@@ -57,21 +38,21 @@ class DintCore(AttentionCore):
         return self.with_means(difference, alone, lam, self.counted(q, k, visible), visible.is_causal)
 
     def counted(self, q: Tensor, k: Tensor, visible: Visible) -> Counted:
-        """The queries of a call that count."""
+        """Two masks of queries, bool ``[B|1, h|1, T, 1]``: those that count in means, and those that see nothing."""
         mask = None if visible.mask is None else as_boolean(visible.mask)
         mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
         fully_masked = fully_masked_rows(q.shape[2], k.shape[2], visible.is_causal, None, mask, q.device)
         counts = torch.ones(1, 1, q.shape[2], 1, dtype=torch.bool, device=q.device)
         if visible.tokens is not None:
             counts = visible.tokens[:, None, :, None]
-        return Counted(counts if fully_masked is None else counts & ~fully_masked, fully_masked)
+        return counts if fully_masked is None else counts & ~fully_masked, fully_masked
 
     def with_means(self, difference: Tensor, first: Tensor, lam: Lambda, counted: Counted, is_causal: bool) -> Tensor:
         """``difference + lambda mean(first)`` for (A1 - lambda A2) V and A1 V, ``[B, h, T, dv]``."""
         wide = torch.promote_types(first.dtype, torch.float32)
         out = difference.to(wide) + lam * self._mean(first.to(wide), counted, is_causal)
-        if counted.fully_masked is not None:
-            out = out.masked_fill(counted.fully_masked, 0)
+        if counted[1] is not None:
+            out = out.masked_fill(counted[1], 0)
         return out.to(difference.dtype)
 
     def maps(self, q: Tensor, k: Tensor, visible: Visible, *, hidden_states: Tensor | None = None) -> DiffMaps:
@@ -79,13 +60,13 @@ class DintCore(AttentionCore):
         first, second, difference = super().maps(q, k, visible, hidden_states=hidden_states)
         counted = self.counted(q, k, visible)
         mean = self._mean(first, counted, visible.is_causal)
-        if counted.fully_masked is not None:
-            mean = mean.masked_fill(counted.fully_masked, 0)
+        if counted[1] is not None:
+            mean = mean.masked_fill(counted[1], 0)
         return DiffMaps(first, second, difference + self.weights(hidden_states)[0] * mean)
 
     def _mean(self, rows: Tensor, counted: Counted, is_causal: bool) -> Tensor:
         """The mean of ``rows [B, h, T, ...]`` over the queries that count: those so far, or all."""
-        weights = counted.weights.to(rows.dtype)
+        weights = counted[0].to(rows.dtype)
         rows = rows * weights
         if self.is_causal or is_causal:
             return rows.cumsum(2) / weights.cumsum(2).clamp_min(1)

@@ -57,9 +57,8 @@ def visible_of(
         if keys is not None or _keeps_all(attention_mask):
             return Visible(keys, True, config.sliding_window, None, tokens)
     create = create_causal_mask if config.sliding_window is None else create_sliding_window_causal_mask
-    boolean: Any = _BooleanMasks(config)
     mask: Any = create(
-        boolean,
+        config,
         inputs_embeds,
         attention_mask,
         cache,
@@ -79,21 +78,6 @@ def _key_mask(config, queries: int, attention_mask: Tensor | None, cache) -> Ten
     if attention_mask.shape[1] != first + keys:
         return None
     return attention_mask[:, first:].bool()[:, None, None]
-
-
-class _BooleanMasks:
-    """A view of a configuration that makes transformers' mask functions return boolean masks, as for its SDPA.
-
-    All backends of this package take these. Under its own name "eager" would get an additive mask.
-    """
-
-    _attn_implementation = "sdpa"
-
-    def __init__(self, config):
-        self._config = config
-
-    def __getattr__(self, name: str):
-        return getattr(self._config, name)
 
 
 def _keeps_all(attention_mask: Tensor | None) -> bool:

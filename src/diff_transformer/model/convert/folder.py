@@ -19,7 +19,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import diffllama, llama, motif
 from diff_transformer.model.convert.conversion import converted
 from diff_transformer.model.convert.from_softmax import to_differential
-from diff_transformer.model.differentiate import KINDS, check_start, differentiate, start_of
+from diff_transformer.model.differentiate import KINDS, check_start, differentiate
 from diff_transformer.model.loading import DTYPES, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.parts import read
@@ -211,5 +211,5 @@ def _differentiated(source: Path, kind: str, dtype: torch.dtype | None, lambda_i
     after = differentiate(model, kind, lambda_init).num_parameters()
     return model, [
         f"{source}: {type(model).__name__}, which stays; import diff_transformer before loading it",
-        f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%}); {start_of(kind, lambda_init)}",
+        f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%})",
     ]

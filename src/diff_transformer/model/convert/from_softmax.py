@@ -19,7 +19,7 @@ from torch import Tensor
 from diff_transformer.errors import UserError
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.conversion import Conversion, NamedTensors, renamed
-from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice, start_of
+from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice
 from diff_transformer.model.heads import CORES
 
 
@@ -75,7 +75,7 @@ def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: 
         yield from renamed(softmax, moves=moves)
         yield from new.items()
 
-    return Conversion(target, tensors, (start_of(attention, lambda_init),))
+    return Conversion(target, tensors)
 
 
 _SIZES = (
