@@ -78,7 +78,7 @@ def preflight(cache: Path | None) -> str:
         with tarfile.open(cache) as archive:
             archive.extractall("/", members=gpu_cache.members(archive), filter="tar")
         os.environ["TRITON_CACHE_DIR"] = str(gpu_cache.FOLDER)
-        made, here = gpu_cache.key_of_archive(), gpu_cache.key()
+        made, here = gpu_cache.KEY.read_text(), gpu_cache.key()
         said = f"compiled kernels of {cache.name}: " + (
             "their keys are those of this Triton" if made == here else f"NOT found, made by {made}, here is {here}"
         )

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
         worker.start()
     for worker in workers:
         worker.join()
-    KEY.write_text(f'"{key()}"')
+    KEY.write_text(key())
     with tarfile.open(given.out, "w:xz", preset=2) as archive:
         for path in sorted(FOLDER.rglob("*")):
             if path.suffix in KEPT:
@@ -65,11 +65,6 @@ def key() -> str:
     from triton.runtime.cache import triton_key
 
     return f"{triton.__version__}-{hashlib.sha256(triton_key().encode()).hexdigest()[:16]}"
-
-
-def key_of_archive() -> str:
-    """``key`` of the Triton that made the unpacked cache."""
-    return KEY.read_text().strip('"') if KEY.exists() else "an unknown Triton"
 
 
 def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:

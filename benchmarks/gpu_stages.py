@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -172,12 +173,12 @@ def decode(dry: bool, seconds: float, out: Path) -> None:
     """The operator over long caches, and generation by the pair of models."""
     shapes = [decoding.DecodeShape(2, 2, 1, 40, 8)] if dry else decoding.GPU_GRID
     eager = [setting for setting in pair.MODELS["cuda"] if not setting.compiled]
-    _decode(dry, seconds, out, shapes, [pair.ModelSetting("debug", 1, 24, 4)] if dry else eager)
+    _decode(dry, seconds, out, shapes, [replace(TINY_PAIR, tokens=4)] if dry else eager)
 
 
 def decode_compiled(dry: bool, seconds: float, out: Path) -> None:
     """Generation by the pair as a CUDA graph, whose compilation takes most of a minute."""
-    tiny = [pair.ModelSetting("debug", batch, 24, 4, compiled=True) for batch in (1, 2)]
+    tiny = [pair.PairSetting("debug", batch, 24, dtype=torch.float32, compiled=True, tokens=4) for batch in (1, 2)]
     _decode(dry, seconds, out, [], tiny if dry else [s for s in pair.MODELS["cuda"] if s.compiled])
 
 

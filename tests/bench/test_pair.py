@@ -62,7 +62,7 @@ def test_table_7():
 
 def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
     times = kept_times()
-    setting = pair.ModelSetting("debug", batch=2, cache=20, tokens=3)
+    setting = pair.PairSetting("debug", 2, 20, dtype=torch.float32, tokens=3)
     softmax, diff = pair.generation_rows(setting, record.Options(repeats=2))
     assert (softmax["side"], diff["side"]) == ("softmax", "diff")
     assert softmax["ratio"] == 1.0
@@ -75,7 +75,7 @@ def test_models_generate_over_a_cache_that_keeps_its_length(kept_times):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_is_timed_is_greedy_generation(monkeypatch, compiled):
     lively = {"tie_word_embeddings": False, "initializer_range": 0.5}  # or it repeats one token for ever
-    model = pair.build_model(pair.ModelSetting("debug", 2, 20, 3, lively).config(), "cpu", torch.float32)
+    model = pair.build_model(pair.PairSetting("debug", 2, 20, lively, tokens=3).config(), "cpu", torch.float32)
     prompt = torch.randint(0, 512, (2, 20))
     expected = model.generate(prompt, max_new_tokens=4, do_sample=False)[:, 20:]
     assert all(len(set(row)) == 4 for row in expected.tolist())

@@ -14,7 +14,7 @@ from diff_transformer.errors import UserError
 def tiny(monkeypatch):
     monkeypatch.setattr(run, "default_grid", lambda device, full: [Shape(1, 2, 65, 8)])
     monkeypatch.setattr(decode, "CPU_GRID", [DecodeShape(1, 2, 1, 40, 8)])
-    monkeypatch.setitem(pair.MODELS, "cpu", [pair.ModelSetting("debug", 1, 16, 2)])
+    monkeypatch.setitem(pair.MODELS, "cpu", [pair.PairSetting("debug", 1, 16, dtype=torch.float32, tokens=2)])
     for name in ("throughput", "step"):
         setting = pair.PairSetting("debug", 1, 16, {"num_hidden_layers": 1}, torch.float32)
         monkeypatch.setitem(pair.SETTINGS, (name, "cpu"), [setting])

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from diff_transformer.bench.contenders import BASELINE, KERNELS, default_kernel, named, sdpa_on
 from diff_transformer.bench.gate import is_timed, verdict
-from diff_transformer.bench.pair import ModelSetting, generation_rows
+from diff_transformer.bench.pair import PairSetting, generation_rows
 from diff_transformer.bench.record import Options
 from diff_transformer.bench.timing import Times, copy_rate, ratio
 from diff_transformer.ops import available_backends, diff_attention, diff_attention_decode
@@ -123,7 +123,7 @@ def how_many(shape: DecodeShape, dtype: torch.dtype, device: str) -> int:
 
 def run_decode_benchmark(
     shapes: list[DecodeShape],
-    models: list[ModelSetting] | None = None,
+    models: list[PairSetting] | None = None,
     dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
     *,
     backends: list[str] | None = None,

@@ -27,7 +27,11 @@ SMALL = {"hidden_size": 512, "num_hidden_layers": 4, "num_attention_heads": 16}
 
 @dataclass(frozen=True)
 class PairSetting:
-    """A preset, with ``fields`` replaced, at a batch of sequences. ``compiled``: both models by torch.compile."""
+    """A preset, with ``fields`` replaced, at a batch of sequences of ``length`` tokens.
+
+    ``tokens``: those that one turn of generation adds to a cache of ``length``. ``compiled``: both models by
+    torch.compile; generation then has a static cache, and is a CUDA graph on a GPU.
+    """
 
     model: str
     batch: int
@@ -35,28 +39,10 @@ class PairSetting:
     fields: dict = field(default_factory=dict)
     dtype: torch.dtype = torch.bfloat16
     compiled: bool = False
+    tokens: int = 0
 
     def config(self) -> DiffTransformerConfig:
-        return preset(self.model, **{"max_position_embeddings": self.length, **self.fields})
-
-
-@dataclass(frozen=True)
-class ModelSetting:
-    """A preset, with ``fields`` replaced. One turn generates ``tokens`` tokens over a cache of ``cache``.
-
-    ``compiled``: a compiled step over a static cache, on a GPU as a CUDA graph; otherwise eager over a dynamic cache.
-    """
-
-    model: str
-    batch: int
-    cache: int
-    tokens: int = 16
-    fields: dict = field(default_factory=dict)
-    dtype: torch.dtype = torch.float32
-    compiled: bool = False
-
-    def config(self) -> DiffTransformerConfig:
-        return preset(self.model, **{"max_position_embeddings": self.cache + self.tokens, **self.fields})
+        return preset(self.model, **{"max_position_embeddings": self.length + self.tokens, **self.fields})
 
 
 SETTINGS = {  # by benchmark and device
@@ -76,11 +62,11 @@ SETTINGS = {  # by benchmark and device
 }  # fmt: skip
 MODELS = {  # that generate, by device; four of 28 layers on a GPU
     "cpu": [
-        ModelSetting("demo", batch, cache, fields=fields)
+        PairSetting("demo", batch, cache, fields, torch.float32, tokens=16)
         for fields in ({}, SMALL) for batch in (1, 4) for cache in (512, 2048)
     ],
     "cuda": [
-        ModelSetting("3B", batch, 4096, 32, {"num_hidden_layers": 4}, torch.bfloat16, compiled)
+        PairSetting("3B", batch, 4096, {"num_hidden_layers": 4}, compiled=compiled, tokens=32)
         for compiled in (False, True) for batch in (1, 16)
     ],
 }  # fmt: skip
@@ -134,7 +120,7 @@ def measure_pair(name: str, setting: PairSetting, options: Options) -> Iterator[
         yield row
 
 
-def side_row(setting: PairSetting | ModelSetting, side: str, config: DiffTransformerConfig) -> dict:
+def side_row(setting: PairSetting, side: str, config: DiffTransformerConfig) -> dict:
     """The fields of a setting and a side."""
     layers = {"layers": config.num_hidden_layers, "layers_of_preset": preset(setting.model).num_hidden_layers}
     return {**asdict(setting), "side": side, "dtype": str(setting.dtype).removeprefix("torch."), **layers}
@@ -181,13 +167,13 @@ def step_kinds(config, setting: PairSetting, device: str) -> dict[str, Callable[
     return {"step": training_step(model, ids, precision)}
 
 
-def generation_rows(setting: ModelSetting, options: Options) -> Iterator[dict]:
+def generation_rows(setting: PairSetting, options: Options) -> Iterator[dict]:
     """A row of kind "model" for each side: tokens_per_second of the whole batch, quartiles, ratio to the Transformer.
 
     Both generate greedily, in turns, with a cache of transformers. After each turn the cache is cropped.
     """
     sides = sides_of(setting.config())
-    prompt = random_ids(sides["diff"], setting.batch, setting.cache, options.device)
+    prompt = random_ids(sides["diff"], setting.batch, setting.length, options.device)
     models = {side: build_model(config, options.device, setting.dtype) for side, config in sides.items()}
     runs = {side: _decoder(model, prompt, setting.tokens, setting.compiled) for side, model in models.items()}
     times = options.times(runs)

@@ -19,7 +19,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import CausalLM, check_length, extend, rows_at_once
 
@@ -42,21 +41,18 @@ class Prefix:
 
 
 @torch.inference_mode()
-def read_prefix(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Prefix | None:
-    """Read ``ids`` in chunks of ``chunk`` tokens, so that only the cache grows with the length.
+def read_prefix(lm: CausalLM, ids: Sequence[int]) -> Prefix | None:
+    """Read ``ids`` in chunks, so that only the cache grows with the length.
 
     None for a model that cannot read a text in parts.
 
     Raises:
         ValueError: for no tokens, or more than the model supports.
     """
-    require_positive(chunk=chunk)
-    if not len(ids):
-        raise UserError("a context needs at least one token; put the tokenizer's bos_token_id in front of it")
     check_length(lm, len(ids), "the context")
     if not lm.in_parts:
         return None
-    logits, cache = _read(lm, torch.tensor([list(ids)]), None, chunk)
+    logits, cache = _read(lm, torch.tensor([list(ids)]), None)
     return Prefix(tuple(ids), cache, logits[0])
 
 
@@ -79,12 +75,8 @@ def continuation_logprobs(
             in 131,072 tokens.
 
     Raises:
-        ValueError: for an empty context, different numbers of contexts and continuations, or a sequence longer than
-            the model supports.
+        UserError: for an empty context, or a sequence longer than the model supports.
     """
-    require_positive(batch_size=batch_size)
-    if len(contexts) != len(continuations):
-        raise UserError(f"{len(contexts)} contexts and {len(continuations)} lists of continuations; give one for each")
     if not contexts:
         return []
     if not all(len(context) for context in contexts):
@@ -116,29 +108,23 @@ def continuation_logprobs(
 
 
 @torch.inference_mode()
-def position_losses(lm: CausalLM, ids: Sequence[int], *, chunk: int = CHUNK) -> Tensor:
+def position_losses(lm: CausalLM, ids: Sequence[int]) -> Tensor:
     """Negative log-likelihood in nats of ``ids[1:]``, each given all tokens before it: fp32 ``[T - 1]``, on the CPU.
 
     The text is read in chunks over one cache. Memory is O(T) for the cache, plus the logits of one chunk. A model that
     cannot read a text in parts reads it whole.
 
-    Args:
-        chunk: tokens per forward pass.
-
     Raises:
-        ValueError: for fewer than 2 tokens, or more than the model supports.
+        UserError: for more tokens than the model supports.
     """
-    require_positive(chunk=chunk)
-    if len(ids) < 2:
-        raise UserError(f"{len(ids)} tokens have no loss; give at least 2")
     check_length(lm, len(ids) - 1, "the text")
     tokens = torch.tensor([list(ids)], device=lm.device)
     if not lm.in_parts:
         out = lm.model(input_ids=tokens[:, :-1], use_cache=False)
         return F.cross_entropy(out.logits[0].float(), tokens[0, 1:], reduction="none").cpu()
     losses, cache = [], None
-    for start in range(0, tokens.shape[1] - 1, chunk):
-        seen = tokens[:, start : min(start + chunk, tokens.shape[1] - 1)]
+    for start in range(0, tokens.shape[1] - 1, CHUNK):
+        seen = tokens[:, start : min(start + CHUNK, tokens.shape[1] - 1)]
         out, cache = extend(lm.model, cache, seen)
         labels = tokens[0, start + 1 : start + 1 + seen.shape[1]]
         losses.append(F.cross_entropy(out.logits[0].float(), labels, reduction="none").cpu())
@@ -174,13 +160,13 @@ def _rest(lm: CausalLM, rests: list[Sequence[int]], prefix: Prefix | None) -> tu
         cache = _rows(prefix.cache, 1, [0] * len(rests), lm.device)
         if not rests[0]:
             return prefix.logits.expand(len(rests), -1), cache
-    return _read(lm, torch.tensor([list(rest) for rest in rests]), cache, CHUNK)
+    return _read(lm, torch.tensor([list(rest) for rest in rests]), cache)
 
 
-def _read(lm: CausalLM, ids: Tensor, cache: Any, chunk: int) -> tuple[Tensor, Any]:
+def _read(lm: CausalLM, ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
     """Logits ``[B, V]`` after ``ids [B, T]`` and the cache, which is ``cache`` itself, longer."""
     logits = torch.empty(0)
-    for part in ids.to(lm.device).split(chunk, dim=1):
+    for part in ids.to(lm.device).split(CHUNK, dim=1):
         out, cache = extend(lm.model, cache, part, logits_to_keep=1)
         logits = out.logits[:, -1].float()
     return logits, cache

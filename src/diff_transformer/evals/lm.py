@@ -182,18 +182,13 @@ class CausalLM:
         return rows
 
     @torch.inference_mode()
-    def read(self, ids: Tensor, *, chunk: int | None = None) -> Any:
+    def read(self, ids: Tensor) -> Any:
         """The model's cache after reading ``ids [B, T]`` in chunks; None if there are no tokens. Computes no logits.
-
-        Args:
-            chunk: tokens per forward pass; 2048 if None. A model without ``in_parts`` reads all in one pass.
 
         Raises:
             ValueError: for a model without a cache.
         """
-        require_positive(chunk=chunk)
-        cache = None
-        chunk = (chunk or CHUNK) if self.in_parts else ids.shape[1]
+        cache, chunk = None, CHUNK if self.in_parts else ids.shape[1]
         for part in ids.split(chunk, dim=1) if ids.shape[1] else ():
             cache = extend(self.model.base_model, cache, part.to(self.device))[1]
         return cache
