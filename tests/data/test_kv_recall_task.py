@@ -117,7 +117,7 @@ def test_errors():
     with pytest.raises(ValueError, match="at least 16, got 15"):
         RecallSource(range(100), length=15, pairs=4)
     with pytest.raises(ValueError, match=r"number of keys \(3\), one fewer with distractors; got 4"):
-        RecallSource(range(100), pairs=4, num_symbols=3)
+        RecallSource(range(100), pairs=4, num_symbols=3).rows(0, 1)
     with pytest.raises(ValueError, match="pairs is 0"):
         RecallSource(range(100), pairs=0)
     with pytest.raises(ValueError, match="leave no noise among 10 ids"):

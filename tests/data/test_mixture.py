@@ -56,7 +56,5 @@ def test_the_largest_remainder_gets_the_odd_row(weights, batch_size, expected):
 
 
 def test_errors():
-    with pytest.raises(ValueError, match=r"batch_size 4 leaves no row for needles .*; give batch_size 6 or") as error:
+    with pytest.raises(ValueError, match=r"batch_size 4 leaves no row for needles at weights .*; give more"):
         _mixture(4, {"lm": 0.9, "needles": 0.1})
-    assert "weights" in str(error.value)
-    assert _mixture(6, {"lm": 0.9, "needles": 0.1}).rows_per_source["needles"] == 1

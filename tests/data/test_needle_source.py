@@ -112,10 +112,6 @@ def test_errors(filler, tokenizer):
         NeedleSource(filler, tokenizer, length=200, needles=())
     with pytest.raises(ValueError, match="11 needles of 1 digits"):
         NeedleSource(filler, tokenizer, length=2000, needles=(11,), digits=1)
-    bare = byte_tokenizer()
-    bare.eos_token = None
-    with pytest.raises(ValueError, match="no eos_token"):
-        NeedleSource(filler, bare, length=600)
 
 
 def test_a_tokenizer_that_joins_across_words_is_refused(filler):

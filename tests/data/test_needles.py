@@ -44,7 +44,6 @@ def test_the_prompt_holds_each_fact_once_and_asks_for_the_right_ones(filler, tok
     for index in range(20):
         example = _example(filler, tokenizer, index, queries=queries)
         stated = dict(re.findall(r"The magic number of (\w+) is (\d+)\.", example.prompt))
-        assert stated == {needle.city: needle.number for needle in example.needles}
         assert len(stated) == len(set(stated.values())) == 4
         assert example.prompt.endswith(question(example.cities))
         assert example.expected_completion == completion(example.cities, example.answers)
@@ -52,17 +51,9 @@ def test_the_prompt_holds_each_fact_once_and_asks_for_the_right_ones(filler, tok
         assert parse_numbers(example.expected_completion, queries) == list(example.answers)
 
 
-def test_spans_mark_the_sentences_and_do_not_overlap(filler, tokenizer):
-    for index in range(20):
-        example = _example(filler, tokenizer, index)
-        for needle in example.needles:
-            sentence = f"The magic number of {needle.city} is {needle.number}."
-            assert example.prompt[needle.start : needle.end] == sentence
-        ends = [0] + [needle.end for needle in example.needles]
-        starts = [needle.start for needle in example.needles] + [len(example.prompt)]
-        assert all(end <= start for end, start in zip(ends, starts, strict=True))
-        for (start, end), city in zip(example.answer_spans, example.cities, strict=True):
-            assert example.prompt[start:end].startswith(f"The magic number of {city} is ")
+def assert_spans(example):
+    for (start, end), city, number in zip(example.answer_spans, example.cities, example.answers, strict=True):
+        assert example.prompt[start:end] == f"The magic number of {city} is {number}."
 
 
 @pytest.mark.parametrize("depth", DEPTHS)
@@ -121,11 +112,7 @@ def test_every_tokenizer_fills_its_length(filler, name, length):
         for depth in (0.0, 0.5, 1.0):
             example = _example(filler, chosen, index, length=length, depth=depth)
             assert length - max(length // 100, 3) <= len(encode(chosen, example.prompt)) == example.num_tokens <= length
-            for needle in example.needles:
-                assert (
-                    example.prompt[needle.start : needle.end]
-                    == f"The magic number of {needle.city} is {needle.number}."
-                )
+            assert_spans(example)
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 6])

@@ -62,10 +62,3 @@ def test_more_things_than_memory_holds():
     assert len(set(order.tolist())) == 4
     assert order.min() >= 0
     assert size // 1000 < order.max() < size
-
-
-def test_errors():
-    with pytest.raises(ValueError, match="size is 0"):
-        permuted(np.arange(0), 0, rng())
-    with pytest.raises(IndexError, match="places up to 5 of a permutation of 5"):
-        permuted(np.arange(6), 5, rng())

@@ -1,9 +1,7 @@
 """Texts of files, folders and data sets, their side of the split, and corpora in memory."""
 
-import bz2
 import gzip
 import json
-import lzma
 import os
 
 import pytest
@@ -16,7 +14,7 @@ from diff_transformer.data.sources import Reader, find_sources
 from diff_transformer.errors import UserError
 
 TEXTS = ["one é", "two\nlines", "three", "four 日本"]
-PACKERS = {"": bytes, ".gz": gzip.compress, ".bz2": bz2.compress, ".xz": lzma.compress}
+PACKERS = {"": bytes, ".gz": gzip.compress}
 PACKERS[".zst"] = lambda data: b"".join(zstandard.ZstdCompressor().compress(part) for part in (data[:9], data[9:]))
 
 

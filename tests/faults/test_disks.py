@@ -6,13 +6,12 @@ import shutil
 import struct
 import subprocess
 import sys
-import time
 from collections import Counter
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from killed_runs import assert_same_run, assert_words, start_command
+from killed_runs import assert_same_run, assert_words
 from tiny_models import save_tiny_model
 
 from diff_transformer.train.checkpoint import latest_checkpoint
@@ -200,25 +199,6 @@ def test_a_damaged_model(cli, tmp_path, reliability, kind):
             weights.write_bytes(content)
             outcomes[WORDS] += 1
     reliability("Damaged files", f"safetensors, {kind}" + (" in its header" if kind != "cut short" else ""), outcomes)
-
-
-def test_two_at_work_in_one_folder(cli, commands, tmp_path, reliability):
-    """The second is refused in words, however it was started, and the first goes on."""
-    outcomes = Counter()
-    for name, more in (("train", ["--set", "train.steps=100000"]), ("compare", ["--set", "train.steps=100000"])):
-        out, command = tmp_path / name, [*commands[name][0], *more]
-        first = start_command([*command, "--out", str(out)], tmp_path / "first")
-        end = time.monotonic() + 120
-        while not any(out.glob("**/config.json")):
-            assert time.monotonic() < end
-            time.sleep(0.01)
-        for goes_on in ([], ["--resume"]):
-            assert_words(cli(*command, "--out", out, *goes_on), "another process works in", "already; resume it")
-            outcomes[f"the second `{name}` {WORDS}"] += 1
-        assert first.is_alive()
-        first.kill()
-        first.join()
-    reliability("Two at work in one folder", "with and without `--resume`", outcomes)
 
 
 def command(*arguments) -> tuple[int, str]:

@@ -57,23 +57,6 @@ def test_prompts_in_chunks_beside_requests_that_decode(fields, save_model, start
     assert answers(engine, rows) == expected(model, rows)
 
 
-def test_requests_wait_when_the_cache_is_full(save_model, start_engine):
-    """More requests than pages: some are preempted and computed again."""
-    model, folder = save_model(attention="diff")
-    rows = prompts(*[60] * 12)
-    engine = start_engine(
-        folder, block_size=PAGE, num_gpu_blocks_override=17, max_num_seqs=12, enable_prefix_caching=False
-    )
-    assert answers(engine, rows, tokens=40) == expected(model, rows, tokens=40)
-
-
-def test_weights_in_several_files(save_model, start_engine):
-    model, folder = save_model(attention="diff", shards="60KB")
-    assert len(list(folder.glob("*.safetensors"))) > 2
-    rows = prompts(20, 40)
-    assert answers(start_engine(folder), rows) == expected(model, rows)
-
-
 def test_compiled_as_it_runs_by_default(save_model, start_engine):
     model, folder = save_model(attention="diff")
     rows = prompts(20, 40)

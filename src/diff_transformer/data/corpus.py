@@ -47,14 +47,10 @@ def _read(source: str) -> Corpus:
     for split, documents in sides.items():
         if not documents:
             raise UserError(f"the {split} side of corpus {source!r} has no text but white space; give more text")
-    kinds = {file.split for file in files}
-    how = "the last 10 % of the text is validation"
-    if kinds != {"tail"}:
-        how = "about 10 % of the texts, by a hash, or the folders train/ and val/"
-    return Corpus(source, stable_order(sides["train"]), stable_order(sides["validation"]), how)
+    return Corpus(source, stable_order(sides["train"]), stable_order(sides["validation"]))
 
 
 def _capped(corpus: Corpus, max_bytes: int) -> Corpus:
     total, held_out = (sum(d.num_bytes for d in side) for side in (corpus.train, corpus.validation))
     rest = max(1, round(held_out * min(1.0, max_bytes / total)))
-    return Corpus(corpus.name, take_bytes(corpus.train, max_bytes), take_bytes(corpus.validation, rest), corpus.split)
+    return Corpus(corpus.name, take_bytes(corpus.train, max_bytes), take_bytes(corpus.validation, rest))

@@ -25,20 +25,11 @@ class Document:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents to train on and documents to validate on. ``split`` describes how they were divided."""
+    """Documents to train on and documents to validate on."""
 
     name: str
     train: list[Document]
     validation: list[Document]
-    split: str
-
-    def description(self) -> str:
-        """One line: the number of documents and bytes of each side, and how they were divided."""
-        sides = []
-        for label, documents in (("train", self.train), ("validation", self.validation)):
-            size = sum(document.num_bytes for document in documents)
-            sides.append(f"{label} {len(documents)} document{'s' * (len(documents) != 1)}, {size:,} bytes")
-        return f"{self.name}: {'; '.join(sides)}; split: {self.split}"
 
 
 def stable_order(documents: Iterable[Document]) -> list[Document]:

@@ -193,7 +193,6 @@ class RecallSource:
     ):
         self.task = RecallTask(**task)
         self.vocabulary = recall_vocabulary(tokenizer_or_ids, num_symbols, noise_symbols)
-        self.task.check(self.vocabulary)
         self.length = self.task.length
         self.seed = seed
         self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None

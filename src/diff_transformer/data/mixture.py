@@ -50,10 +50,8 @@ class Mixture:
         self.seed = seed
         rows = apportion(weights, batch_size)
         if missing := [name for name in self.names if not rows[name]]:
-            enough = next(size for size in range(batch_size + 1, 1 << 30) if all(apportion(weights, size).values()))
             raise UserError(
-                f"batch_size {batch_size} leaves no row for {', '.join(missing)} at weights {weights}; give batch_size "
-                f"{enough} or a larger weight"
+                f"batch_size {batch_size} leaves no row for {', '.join(missing)} at weights {weights}; give more"
             )
         self.rows_per_source = {name: rows[name] for name in self.names}
 

@@ -63,8 +63,6 @@ class NeedleSource:
             raise UserError(
                 f"needles {needles} and queries {queries}: every document needs a question of 1 to N cities"
             )
-        if tokenizer.eos_token_id is None:
-            raise UserError("the tokenizer has no eos_token to end a row with; set tokenizer.eos_token")
         self.tokenizer, self.length, self.seed, self.answer_loss_only = tokenizer, length, seed, answer_loss_only
         pad = tokenizer.pad_token_id  # which a model need not embed, if it lies beyond all ids of text
         self._pad = pad if pad is not None and pad < ids_in_rows(tokenizer) else tokenizer.eos_token_id

@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -50,15 +50,6 @@ DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FITTING_ATTEMPTS = 8
 
 
-class Needle(NamedTuple):
-    """A needle in a prompt: ``prompt[start:end]`` is its sentence, without the space before it."""
-
-    city: str
-    number: str
-    start: int
-    end: int
-
-
 @dataclass(frozen=True)
 class NeedleExample:
     """A prompt and its expected completion."""
@@ -68,7 +59,6 @@ class NeedleExample:
     answers: tuple[str, ...]  # in the order of the question
     cities: tuple[str, ...]  # in the order of the question
     depth: float  # of the first queried needle: 0 = start of the context, 1 = just before the question
-    needles: tuple[Needle, ...]  # in the order of the prompt
     answer_spans: tuple[tuple[int, int], ...]  # characters of the queried needles' sentences, in the question's order
     num_tokens: int  # of the prompt
 
@@ -243,17 +233,16 @@ def make_needle_example(
             f"length {length} is too short for {needles} needles and a question on {queries}: they take "
             f"{length - room} tokens; give a larger length or fewer needles"
         )
-    prompt, places, num_tokens = "", [], 0
+    prompt, num_tokens = "", 0
     joined, state = filler.tokens(tokenizer).joined, rng.bit_generator.state
     budget, tried = round(room / joined), set()
     for _ in range(_FITTING_ATTEMPTS):
         rng.bit_generator.state = state  # every attempt takes about the same text
-        context, starts, counted = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
+        context, counted = _context(rng, filler, tokenizer, sentences, sizes, budget, depth)
         whole = frame(context, cities[:queries])
         tokens = len(encode(tokenizer, whole, special=special))
         if num_tokens < tokens <= length:
-            shift = whole.index(context.strip()) - (len(context) - len(context.lstrip()))
-            prompt, places, num_tokens = whole, [shift + start for start in starts], tokens
+            prompt, num_tokens = whole, tokens
         exact = joined == 1 and tokens == sum(sizes) + counted + asked_size  # the words come as close as they can
         if tokens <= length and (exact or tokens >= length - length // 100):
             break
@@ -265,16 +254,15 @@ def make_needle_example(
             budget -= 1
     if not prompt:
         raise UserError(f"no filler makes a prompt of {length} tokens with this tokenizer; give a larger length")
-    spans = [(start + 1, start + len(text)) for start, text in zip(places, sentences, strict=True)]
-    facts = [Needle(city, number, *span) for city, number, span in zip(cities, numbers, spans, strict=True)]
+    asked = [sentence.lstrip() for sentence in sentences[:queries]]  # each occurs once: the filler has none
+    starts = [prompt.index(sentence) for sentence in asked]
     return NeedleExample(
         prompt=prompt,
         expected_completion=completion(cities[:queries], numbers[:queries]),
         answers=tuple(numbers[:queries]),
         cities=tuple(cities[:queries]),
         depth=depth,
-        needles=tuple(sorted(facts, key=lambda needle: needle.start)),
-        answer_spans=tuple(spans[:queries]),
+        answer_spans=tuple((start, start + len(text)) for start, text in zip(starts, asked, strict=True)),
         num_tokens=num_tokens,
     )
 
@@ -287,21 +275,15 @@ def _context(
     sizes: Sequence[int],
     budget: int,
     depth: float,
-) -> tuple[str, list[int], int]:
-    """Filler of ``budget`` tokens with the sentences in it, the character where each sentence starts, and the tokens of
-    the filler, counted word by word."""
+) -> tuple[str, int]:
+    """Filler of ``budget`` tokens with the sentences in it, and the tokens of the filler, counted word by word."""
     first, last = filler.window(rng, tokenizer, budget)
     pieces = np.array(filler.words[first:last], dtype=object)
     lengths = np.diff(filler.tokens(tokenizer).starts[first : last + 1])
     counted = int(lengths.sum())
-    owner = np.full(len(pieces), -1)  # which sentence a piece is; -1 = filler
     gaps = rng.integers(0, len(pieces) + 1, len(sentences) - 1)
     pieces = np.insert(pieces, gaps, sentences[1:])
     lengths = np.insert(lengths, gaps, sizes[1:])
-    owner = np.insert(owner, gaps, np.arange(1, len(sentences)))
     before = np.concatenate([[0], np.cumsum(lengths)])
     gap = int(np.argmin(np.abs(before - depth * before[-1])))
-    pieces, owner = np.insert(pieces, gap, sentences[0]), np.insert(owner, gap, 0)
-    starts = np.cumsum([0] + [len(piece) for piece in pieces])
-    places = [int(starts[np.flatnonzero(owner == which)[0]]) for which in range(len(sentences))]
-    return "".join(pieces), places, counted
+    return "".join(np.insert(pieces, gap, sentences[0])), counted

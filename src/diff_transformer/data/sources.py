@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import os
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +23,14 @@ TEXT_SUFFIXES = (
     ".hpp", ".cu", ".java", ".js", ".ts", ".go", ".rs", ".rb", ".sh", ".sql",
 )  # fmt: skip
 KINDS = {**dict.fromkeys(TEXT_SUFFIXES, "text"), ".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
-PACKED_SUFFIXES = (".gz", ".zst", ".bz2", ".xz")
+PACKED_SUFFIXES = (".gz", ".zst")
 ARCHIVE_SUFFIXES = (".tar", ".tgz", ".txz", ".zip", ".7z")
 VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
 _SHOWN = 80  # characters of a bad row
 HUB_OPTIONS = ("config", "split", "revision")
 ACCEPTED = (
     "'python', a text file, JSON lines (.jsonl), a .parquet file, a folder of these, or "
-    "hub:NAME[?config=...&split=...&revision=...]; text and JSON lines may be compressed (.gz, .zst, .bz2, .xz)"
+    "hub:NAME[?config=...&split=...&revision=...]; text and JSON lines may be compressed (.gz, .zst)"
 )
 
 
@@ -262,8 +260,7 @@ def unpacked(raw: BinaryIO, path: str) -> Any:
         import zstandard
 
         return io.BufferedReader(zstandard.ZstdDecompressor().stream_reader(raw, read_across_frames=True), 1 << 20)
-    opened = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}.get(suffix)
-    return raw if opened is None else opened(raw)
+    return gzip.open(raw) if suffix == ".gz" else raw
 
 
 def _is_text(value: Any) -> TypeGuard[str]:

@@ -64,7 +64,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
         frequent_share=settings.frequent_share,
         samples=samples,
     )
-    result.about["corpus"] = corpus.description()
+    result.about["corpus"] = corpus.name
     return result
 
 

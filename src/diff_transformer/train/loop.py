@@ -5,7 +5,6 @@
 ``parallelize.py``, and nothing here depends on it.
 """
 
-import math
 import signal
 import time
 from collections.abc import Callable, Generator
@@ -188,7 +187,7 @@ def _train_steps(
             tokens += settings.batch_size * config.data.length
             if not outcome.finite:
                 checkpoints.wait()
-                raise _diverged(run, folder, done, outcome)
+                raise _diverged(folder, done, outcome)
             values = {}
             if due(done, settings.log_every):
                 values = _values(run, outcome, rate) | {"tokens_per_second": tokens / (time.perf_counter() - since)}
@@ -260,16 +259,10 @@ def _values(run: Run, outcome: Outcome, rate: float) -> dict:
     return values
 
 
-def _diverged(run: Run, folder: Path, done: int, outcome: Outcome) -> Diverged:
-    """The error of a step whose loss or gradient is not finite, with the sources of the bad rows."""
-    sources = [*run.plan.config.data.shares]
-    present = [name for name, count in zip(sources, outcome.tokens, strict=True) if count]
-    bad = [name for name, total in zip(sources, outcome.nats, strict=True) if not math.isfinite(total)]
-    where = f"not finite on rows of {', '.join(bad)}" if bad else f"on rows of {', '.join(present)}"
+def _diverged(folder: Path, done: int, outcome: Outcome) -> Diverged:
     return Diverged(
-        f"step {done}: loss {outcome.loss} {where}, gradient norm {outcome.norm}; nothing of this step is saved, "
-        f"the last checkpoint ({latest_checkpoint(folder) or 'none yet'}) is intact. Lower optim.lr, or raise "
-        "optim.warmup_steps"
+        f"step {done}: loss {outcome.loss}, gradient norm {outcome.norm}; nothing of this step is saved, the last "
+        f"checkpoint ({latest_checkpoint(folder) or 'none yet'}) is intact. Lower optim.lr, or raise optim.warmup_steps"
     )
 
 

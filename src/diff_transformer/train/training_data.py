@@ -107,7 +107,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
     """
     data, seed = config.data, config.train.seed
     shares, vocab_size, rows = data.shares, vocabulary_size(config), config.train.validation_rows
-    text, corpus, sources, questions = None, Corpus(NO_CORPUS, [], [], "no text"), {}, {}
+    text, corpus, sources, questions = None, Corpus(NO_CORPUS, [], []), {}, {}
     if data.corpus != NO_CORPUS:
         text = load_text(data, seed, vocab_size)
         corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source

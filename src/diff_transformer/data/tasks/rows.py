@@ -26,7 +26,7 @@ def rows_of(name: str, *, split: str | None = None) -> list:
     path = Path(name).expanduser()
     kind = suffix_of(path)
     if not name.startswith("hub:") and not path.is_dir() and (not path.is_file() or kind not in SUFFIXES):
-        raise UserError(f"no file at {name}; give {', '.join(SUFFIXES)}, also .gz, .zst, .bz2, .xz, or hub:NAME")
+        raise UserError(f"no file at {name}; give {', '.join(SUFFIXES)}, also .gz or .zst, or hub:NAME")
     rows = _json(path) if kind in (".json", ".jsonl") else _dataset(name, kind, split)
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no rows; give JSON lines, or a JSON list, of objects")
