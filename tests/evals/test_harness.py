@@ -281,7 +281,7 @@ def test_files_that_are_no_tasks(tmp_path):
     with pytest.raises(UserError, match=r"has several files for test; give the files of one set"):
         local_tasks(str(tmp_path))
     (tmp_path / "odd.jsonl").write_text('{"a": 1}\n{"b"\n')
-    with pytest.raises(UserError, match="line 2 is not JSON"):
+    with pytest.raises(UserError, match="odd.jsonl is neither a JSON list nor JSON lines"):
         local_tasks(str(tmp_path / "odd.jsonl"))
     write(tmp_path / "bad.jsonl", {"text": "q"})
     with pytest.raises(UserError, match=r"the rows of bad cannot be asked .*give those of ARC"):
@@ -301,7 +301,7 @@ def test_the_command_runs_a_folder_and_the_offline_default(tmp_path):
     assert result.rows[0]["prompt"] == "Question: 2?\nAnswer: no\n\nQuestion: 0?\nAnswer:"
     quick = settings_of("harness", {"samples": 3}, quick=True)
     result = measured("harness", lm, quick, tmp_path / "quick.jsonl.gz")
-    assert len(result.rows) == 6
+    assert len(result.rows) == 3
     assert {row["task"] for row in result.rows} == {"python_descriptions"}
     assert all(row["expected"] in row["choices"] for row in result.rows)
     with pytest.raises(UserError, match="has no task other; it has: Mini"):

@@ -18,7 +18,6 @@ from diff_transformer.train.loop import train
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics, scalars
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.telemetry import (
-    by_source,
     describe,
     gradient_norms,
     head_norm_gains,
@@ -74,13 +73,6 @@ def test_gain_and_lambda(model):
     values = telemetry(model, torch.device("cpu"))
     assert values["lambda"] == pytest.approx(model.lambdas().tolist())
     assert telemetry(DiffTransformerForCausalLM(preset("debug", attention="softmax")), torch.device("cpu")) == {}
-
-
-def test_loss_by_source_is_a_mean_over_its_tokens():
-    assert by_source(torch.tensor([6.0, 0.0, 4.0]), torch.tensor([3, 0, 2]), ["text", "needles", "recall"]) == {
-        "text": 2.0,
-        "recall": 2.0,
-    }
 
 
 def test_lines_and_scalars(tmp_path):

@@ -70,14 +70,9 @@ def draw_weights(model: Any, seed: int) -> None:
 
 
 def choose_weights(model: nn.Module, weights: str) -> None:
-    """Let the gradient reach the weights of ``train.weights`` alone."""
+    """Let the gradient reach all weights, or those of attention layers: projections, lambda and norms of heads."""
     for name, parameter in model.named_parameters():
-        parameter.requires_grad_(weights == "all" or is_of_attention(name))
-
-
-def is_of_attention(name: str) -> bool:
-    """True if a parameter belongs to an attention layer: to projections, lambda or the heads' norms."""
-    return bool(_ATTENTION & set(name.split(".")))
+        parameter.requires_grad_(weights == "all" or not _ATTENTION.isdisjoint(name.split(".")))
 
 
 def _assign(parameter: Tensor, value: Tensor) -> None:

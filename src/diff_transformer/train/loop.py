@@ -31,7 +31,7 @@ from diff_transformer.train.recompute import recompute
 from diff_transformer.train.run_folder import check_run_folder, run_folder, save_model
 from diff_transformer.train.signals import Interrupted, StopRequest, stop_requests
 from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer
-from diff_transformer.train.telemetry import by_source, describe, telemetry
+from diff_transformer.train.telemetry import describe, telemetry
 from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched
 
 __all__ = ["Diverged", "Interrupted", "Trained", "train"]
@@ -254,8 +254,8 @@ def _values(run: Run, outcome: Outcome, rate: float) -> dict:
     values |= telemetry(run.model, run.fabric.device)
     sources = [*run.plan.config.data.shares]
     if len(sources) > 1:
-        nats, tokens = torch.tensor(outcome.nats), torch.tensor(outcome.tokens)
-        values["loss_by_source"] = by_source(nats, tokens, sources)
+        sums = zip(sources, outcome.nats, outcome.tokens, strict=True)
+        values["loss_by_source"] = {name: nats / tokens for name, nats, tokens in sums if tokens}
     return values
 
 

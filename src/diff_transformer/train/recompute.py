@@ -1,6 +1,5 @@
 """Activations that a step keeps for its backward pass, and those it recomputes (``train.activation_checkpointing``)."""
 
-import os
 from collections import defaultdict, deque
 from functools import partial
 from typing import Any
@@ -21,14 +20,6 @@ _KEPT = (
 )  # fmt: skip
 
 ATTENTION_DROPOUT = ("attention_dropout", "attn_pdrop")  # in the configurations of transformers
-FILLED = 0.85  # of a device's memory that an estimate may use: it leaves out the allocator's overhead
-
-
-def device_memory(device: torch.device) -> int:
-    """Bytes of memory of a device; of the machine, for the CPU."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device).total_memory
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def recompute(model: Any, what: str) -> None:

@@ -4,7 +4,6 @@ Functions of the model return the same numbers on every rank, also for a sharded
 """
 
 import re
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -99,15 +98,6 @@ def _whole(lam: Any) -> Any:
         copy = type(lam)(len(parameters["lambda_q1"]), lam.initial, lam.std)
     copy.load_state_dict(parameters, assign=True)
     return copy
-
-
-def by_source(sums: Tensor, counts: Tensor, names: Iterable[str]) -> dict[str, float]:
-    """Mean loss of each source of the mixture, nats a token, from sums and counts ``[sources]``.
-
-    Sources without a token in the batch are left out.
-    """
-    pairs = zip(names, full_tensor(sums).tolist(), full_tensor(counts).tolist(), strict=True)
-    return {name: total / count for name, total, count in pairs if count}
 
 
 def memory_bytes(device: torch.device) -> dict[str, int]:
