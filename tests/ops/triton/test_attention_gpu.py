@@ -7,7 +7,7 @@ import pytest
 import torch
 from operator_cases import by, eager
 
-from diff_transformer.ops import backends, diff_attention, diff_attention_varlen
+from diff_transformer.ops import diff_attention, diff_attention_varlen
 from diff_transformer.ops.triton import operator
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs, peak_memory
 
@@ -195,19 +195,6 @@ def compare_documents(name, x, options):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_documents(dtype, D, shared):
     compare_documents("triton", packed(dtype, D, shared), CAUSAL)
-
-
-@pytest.mark.parametrize("options", [{}, CAUSAL, CAUSAL | {"window": 200}], ids=["full", "causal", "window"])
-@pytest.mark.parametrize("shared", [False, True], ids=["two keys", "one key"])
-@pytest.mark.parametrize("D", [64, 128])
-def test_documents_by_public_kernels(monkeypatch, D, shared, options):
-    """In a few calls, whatever the number of documents."""
-    torch.use_deterministic_algorithms(False)
-    taken, backend = [], backends.BACKENDS["sdpa"]
-    attend = backend.attend
-    monkeypatch.setattr(backend, "attend", lambda call: taken.append(call.documents is not None) or attend(call))
-    compare_documents("sdpa", packed(torch.bfloat16, D, shared), options)
-    assert taken.count(True) == 1  # the others are the yardstick's, document by document
 
 
 def test_memory_grows_with_the_length_not_its_square():
