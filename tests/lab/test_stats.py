@@ -7,7 +7,7 @@ import pytest
 from scipy import stats as reference
 
 from diff_transformer.lab.quantities import largest, mean, ratio_of_sums
-from diff_transformer.lab.stats import average, holm, over_seeds, paired, sign_flips
+from diff_transformer.lab.stats import average, holm, paired, sign_flips
 
 
 def scores(*seeds):
@@ -17,7 +17,7 @@ def scores(*seeds):
 
 def test_one_difference_a_seed_has_students_interval():
     values = [0.1, 0.3, 0.2, 0.35]
-    found = over_seeds(dict(enumerate(values)))
+    found = paired(scores(*(([value], [0]) for value in values)), mean)
     test = reference.ttest_1samp(values, 0)
     low, high = test.confidence_interval()
     assert (found.low, found.high) == pytest.approx((low, high), abs=5e-4 * 0.06)  # quantiles have three decimals
@@ -90,16 +90,6 @@ def test_intervals_cover_as_they_say():
 def test_holm_steps_down():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert holm([]) == []
-
-
-def test_power_is_the_number_of_seeds_that_excludes_the_threshold():
-    found = over_seeds({0: 0.1, 1: 0.3, 2: -0.1, 3: 0.2})
-    needed = found.seeds_to_decide()
-    spread = np.std([0.1, 0.3, -0.1, 0.2], ddof=1)
-    assert [reference.t.ppf(0.975, n - 1) * spread / n**0.5 < found.mean for n in (needed - 1, needed)] == [False, True]
-    assert found.seeds_to_decide(tests=10) > needed
-    assert over_seeds({0: 0.1, 1: 0.1}).seeds_to_decide() is None
-    assert over_seeds({0: 1.0, 1: -1.0}).seeds_to_decide() is None
 
 
 def test_a_proportion_has_wilsons_interval():

@@ -1,4 +1,4 @@
-"""Statistics: paired differences with 95 % intervals, tests, corrections and power.
+"""Statistics: paired differences with 95 % intervals, tests and corrections.
 
 With three training seeds or more, an interval is for new seeds *and* new examples, where all seeds share the examples.
 Its variance is that over seeds, ``s² / n``, and that of the mean over seeds when the examples are resampled for all
@@ -8,7 +8,6 @@ Satterthwaite's (Biometrics Bulletin, 1946). With fewer seeds it is a bootstrap 
 """
 
 import math
-from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -16,7 +15,6 @@ from functools import cache
 import numpy as np
 
 SEEDS_FOR_AN_INTERVAL = 3
-MOST_SEEDS = 1000  # that ``seeds_to_decide`` looks for
 RESAMPLES = 2000
 _AT_ONCE = 4_000_000  # numbers of resampled examples in memory
 _FLIPS = 9999  # sign flips that are drawn where there are more
@@ -54,28 +52,6 @@ class Difference:
     @property
     def seeds(self) -> int:
         return len(self.by_seed)
-
-    def seeds_to_decide(self, threshold: float = 0.0, tests: int = 1) -> int | None:
-        """Seeds whose interval would exclude ``threshold`` in half of all repetitions, at this mean and spread.
-
-        Args:
-            tests: size of a family that Holm's correction is for: the interval is one of 1 - 0.05 / ``tests``.
-
-        Returns:
-            The number; None if it is above ``MOST_SEEDS``, or if all seeds have the same difference.
-        """
-        values = np.array([*self.by_seed.values()])
-        if len(values) < 2 or not np.ptp(values):
-            return None
-        distance, variance = abs(self.mean - threshold), float(values.var(ddof=1))
-        counts = range(2, MOST_SEEDS + 1)
-
-        def decides(count: int) -> bool:
-            error, freedom = _error(variance / count, count, self.variance, self.examples)
-            return _quantile(freedom, 0.05 / tests) * error < distance
-
-        place = bisect_left(counts, True, key=decides)
-        return counts[place] if place < len(counts) else None
 
 
 def paired(
@@ -119,12 +95,6 @@ def paired(
     return Difference(mean, mean - half, mean + half, over, by_seed, examples, p, flips, variance)
 
 
-def over_seeds(differences: Mapping[int, float], threshold: float = 0.0) -> Difference:
-    """``paired`` for one number a seed."""
-    both = {seed: (np.array([[value]]), np.zeros((1, 1))) for seed, value in differences.items()}
-    return paired(both, lambda scores: scores[..., 0, 0], threshold=threshold)
-
-
 def _draws(count: int):
     """Places of resampled examples, ``[draws, count]``, in parts that fit into memory."""
     rng, at_once = np.random.default_rng(0), max(1, _AT_ONCE // count)
@@ -142,11 +112,11 @@ def _error(of_seeds: float, seeds: int, of_examples: float, examples: int) -> tu
 
 
 @cache
-def _quantile(freedom: float, level: float = 0.05) -> float:
-    """Two-sided quantile of Student's t, to three decimals as printed tables have it."""
+def _quantile(freedom: float) -> float:
+    """Two-sided 95 % quantile of Student's t, to three decimals as printed tables have it."""
     from scipy.stats import t
 
-    return round(float(t.ppf(1 - level / 2, freedom)), 3)
+    return round(float(t.ppf(0.975, freedom)), 3)
 
 
 def _p_value(distance: float, error: float, freedom: float) -> float:

@@ -50,12 +50,6 @@ class Verdict:
         """The means over seeds of the other side and of ours."""
         return float(np.mean([*self.other_by_seed.values()])), float(np.mean([*self.ours_by_seed.values()]))
 
-    @property
-    def seeds_to_decide(self) -> int | None:
-        """How many seeds would decide an undecided claim; None where that is not known."""
-        tested = self.outcome is Outcome.UNDECIDED and not self.untested and not self.few
-        return self.difference.seeds_to_decide(self.quantity.threshold) if tested else None
-
 
 Verdicts = dict[str, dict[str, Verdict]]  # by id of the quantity, then by the other side
 
