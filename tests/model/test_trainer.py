@@ -6,7 +6,6 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from diff_transformer import DiffTransformerForCausalLM, differentiate
-from diff_transformer.model import modeling
 from diff_transformer.model.presets import preset
 
 
@@ -25,29 +24,22 @@ def test_trains_under_the_trainer(tmp_path):
 
 
 IDS = torch.randint(3, 97, (4, 12), generator=torch.Generator().manual_seed(0))
-LABELS = {
-    "ForCausalLM": lambda i: {"labels": torch.where(torch.arange(12) < 3 * i + 1, -100, IDS[i])},
-    "ForSequenceClassification": lambda i: {"labels": torch.tensor(i % 2)},
-    "ForTokenClassification": lambda i: {"labels": IDS[i] % 2},
-    "ForQuestionAnswering": lambda i: {"start_positions": torch.tensor(i), "end_positions": torch.tensor(i + 3)},
-}
 
 
-@pytest.mark.parametrize("head", LABELS)
-def test_gradients_do_not_depend_on_accumulation(head, tmp_path):
-    """Four rows in one batch, and in four (huggingface/transformers issue 47688)."""
-    rows = [{"input_ids": IDS[i], **LABELS[head](i)} for i in range(4)]
+def test_gradients_do_not_depend_on_accumulation(tmp_path):
+    """Four rows in one batch, and in four."""
+    labels = [torch.where(torch.arange(12) < 3 * i + 1, -100, IDS[i]) for i in range(4)]
+    rows = [{"input_ids": IDS[i], "labels": labels[i]} for i in range(4)]
     seen = []
     for batch in (4, 1):
         torch.manual_seed(0)
-        model = getattr(modeling, f"DiffTransformer{head}")(preset("debug", pad_token_id=0))
-        model.train = lambda mode=True, model=model: model  # no dropout before the scores
+        model = DiffTransformerForCausalLM(preset("debug", pad_token_id=0))
         arguments = TrainingArguments(
             output_dir=str(tmp_path), max_steps=1, per_device_train_batch_size=batch, report_to="none", use_cpu=True,
             gradient_accumulation_steps=4 // batch, logging_steps=1, save_strategy="no", disable_tqdm=True,
             max_grad_norm=1e9, learning_rate=0.0,
         )  # fmt: skip
-        trainer = Trainer(model=model.eval(), args=arguments, train_dataset=rows)
+        trainer = Trainer(model=model, args=arguments, train_dataset=rows)
         trainer.train()
         log = next(entry for entry in trainer.state.log_history if "grad_norm" in entry)
         seen.append((log["loss"], float(log["grad_norm"])))
