@@ -190,17 +190,7 @@ def test_the_seven_tasks_of_the_paper(monkeypatch, shots):
         assert (row["got"] == row["expected"]) == (row["score"] == 1.0)
 
 
-def published(name: str, row: dict) -> dict:
-    """A row of ARC or OpenBookQA as it is published; other sets are published with the columns of the hub."""
-    if "choices" not in row:
-        return {**row, **({"answer": bool(row["label"])} if name == "boolq" else {})}
-    choices = [{"text": text, "label": label} for text, label in zip(*row["choices"].values(), strict=True)]
-    stem = row.get("question_stem", row.get("question"))
-    return {"id": row["id"], "question": {"stem": stem, "choices": choices}, "answerKey": row["answerKey"]}
-
-
-@pytest.mark.parametrize("form", [lambda name, row: row, published])
-def test_published_rows_in_files_are_asked_as_the_harness_asks_them(monkeypatch, tmp_path, form):
+def test_published_rows_in_files_are_asked_as_the_harness_asks_them(monkeypatch, tmp_path):
     """To the letter: another question gives another score (EleutherAI/lm-evaluation-harness issue 2914)."""
     import datasets
 
@@ -221,7 +211,7 @@ def test_published_rows_in_files_are_asked_as_the_harness_asks_them(monkeypatch,
     theirs, ours = (Taste(lambda context, continuation: -len(continuation)) for _ in range(2))
     expected = evaluate_harness(theirs, {name: (lambda name=name: harness.harness_task(name)) for name in hub})
     for name, row in rows.items():
-        (tmp_path / f"{name}.jsonl").write_text(json.dumps(form(name, row)) + "\n")
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     tasks = {name: local_tasks(str(tmp_path / f"{name}.jsonl"))[name] for name in rows}
     result = evaluate_harness(ours, tasks)
     assert ours.seen == theirs.seen
@@ -235,9 +225,6 @@ def test_a_folder_is_one_set_and_parts_without_answers_are_not_scored(tmp_path):
     task = local_tasks(str(tmp_path / "swag"))["swag"]()
     assert [doc["query"].split()[1] for doc in task.eval_docs] == ["val"]
     assert [doc["query"].split()[1] for doc in task.fewshot_docs()] == ["train"]
-    for part in ("train", "dev", "test"):
-        write(tmp_path / "OpenBookQA" / f"{part}.jsonl", published("openbookqa", HUB_ROWS["allenai/openbookqa"]))
-    assert local_tasks(str(tmp_path / "OpenBookQA"))["OpenBookQA"]().config.task == "openbookqa"
 
 
 def test_without_a_network_the_message_says_what_to_do(monkeypatch):

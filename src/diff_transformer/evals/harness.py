@@ -36,6 +36,7 @@ FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "winogr
 # The harness's task of a published set, by a column that other sets do not have.
 _TASKS = {
     "endings": "hellaswag", "goal": "piqa", "passage": "boolq", "option1": "winogrande",
+    "question_stem": "openbookqa", "answerKey": "arc_easy",
 }  # fmt: skip
 _SPLITS = {"train": ("train",), "validation": ("val", "valid", "validation", "dev"), "test": ("test",)}
 _ANSWERS = ("label", "answer", "answerKey")
@@ -230,30 +231,11 @@ def local_tasks(data: str) -> dict[str, Callable[[], Any]]:
         if split in splits:
             raise UserError(f"{data} has several files for {split}; give the files of one set, or one file")
         if split is not None:
-            splits[split] = [_hub_columns(row) for row in rows_of(str(file))]
+            splits[split] = rows_of(str(file))
     if not splits:
         raise UserError(f"no file of {data} has train, validation or test in its name; give a file, or rename them")
     name = stem_of(path) if path.is_file() else path.resolve().name
     return {name: partial(local_task, name, splits)}
-
-
-def _hub_columns(row: dict) -> dict:
-    """A row with the columns of the hub: ARC and OpenBookQA are published in another form, BoolQ with other labels."""
-    question = row.get("question")
-    if isinstance(question, dict):
-        choices = {key: [choice[key] for choice in question["choices"]] for key in ("text", "label")}
-        return {**row, "question": question["stem"], "question_stem": question["stem"], "choices": choices}
-    if "passage" in row and "label" not in row and "answer" in row:
-        return {**row, "label": int(row["answer"])}
-    return row
-
-
-def _published(name: str, row: dict) -> str:
-    """The harness's task for a row of a set called ``name``; "" for {question, choices, answer}."""
-    task = next((task for column, task in _TASKS.items() if column in row), "")
-    if task or "answerKey" not in row:
-        return task
-    return "openbookqa" if "question" not in row or "openbook" in name.lower() else "arc_easy"
 
 
 def local_task(name: str, splits: dict[str, list[dict]]):
@@ -269,7 +251,7 @@ def local_task(name: str, splits: dict[str, list[dict]]):
     order = [split for split in ("test", "validation", "train") if split in splits]
     scored = next((s for s in order if any(splits[s][0].get(key) not in (None, "") for key in _ANSWERS)), order[0])
     rows, examples = splits[scored], splits["train"] if "train" in splits and scored != "train" else []
-    of = _published(name, rows[0])
+    of = next((task for column, task in _TASKS.items() if column in rows[0]), "")
     sides = {"test": datasets.Dataset.from_list(rows), "train": datasets.Dataset.from_list(examples)}
     config: dict[str, Any] = {
         "custom_dataset": lambda **_: sides, "test_split": "test", "validation_split": None, "num_fewshot": 0,
