@@ -268,7 +268,7 @@ def test_files_that_are_no_tasks(tmp_path):
     with pytest.raises(UserError, match=r"has several files for test; give the files of one set"):
         local_tasks(str(tmp_path))
     (tmp_path / "odd.jsonl").write_text('{"a": 1}\n{"b"\n')
-    with pytest.raises(UserError, match="odd.jsonl is neither a JSON list nor JSON lines"):
+    with pytest.raises(UserError, match=r"odd\.jsonl is neither a JSON list nor JSON lines"):
         local_tasks(str(tmp_path / "odd.jsonl"))
     write(tmp_path / "bad.jsonl", {"text": "q"})
     with pytest.raises(UserError, match=r"the rows of bad cannot be asked .*give those of ARC"):

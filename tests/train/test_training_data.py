@@ -36,8 +36,8 @@ def config(foxes):
 
 def test_a_prepared_folder_is_what_training_reads(config, foxes, tmp_path):
     training_data = load_training_data(config)
-    assert isinstance(training_data.text.source, PreparedCorpus)
-    assert training_data.text.source.seed == config.train.seed
+    assert isinstance(training_data.text, PreparedCorpus)
+    assert training_data.text.seed == config.train.seed
     hash_of_folder = tokenizer_hash(load_tokenizer(foxes / "tokenizer"))
     assert tokenizer_hash(training_data.tokenizer) == hash_of_folder
     decoded = training_data.tokenizer.batch_decode(training_data.validation)
@@ -46,7 +46,7 @@ def test_a_prepared_folder_is_what_training_reads(config, foxes, tmp_path):
     assert all(part in held_out for text in decoded for part in text.split("<|endoftext|>"))
     assert training_data.validation.shape[1] == config.data.length
     assert Filler(training_data.corpus.train).words
-    np.testing.assert_array_equal(training_data.text.tokens(), training_data.text.source.tokens[:])
+    np.testing.assert_array_equal(training_data.counted_tokens(), training_data.text.tokens[:])
     trained = train(override(config, ["train.steps=2", "train.validation_rows=2"]), tmp_path / "run")
     assert tokenizer_hash(load_tokenizer(trained.folder / "model")) == hash_of_folder
 

@@ -52,7 +52,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     check_length(lm, settings.length, "a row")
     data = getattr(lm, "data", None)
     if data is not None:
-        corpus, seen = data.corpus, data.text.tokens()
+        corpus, seen = data.corpus, data.counted_tokens()
     else:
         corpus = load_corpus(settings.corpus)
         seen = pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer)

@@ -41,26 +41,12 @@ _AHEAD = 2  # batches
 
 
 @dataclass(frozen=True)
-class Text:
-    """The text of a run, as documents and as rows of tokens."""
-
-    corpus: Corpus  # documents; of a prepared folder the first ones
-    tokenizer: "PreTrainedTokenizerFast"
-    source: PackedCorpus  # rows to train on
-    held_out: PackedCorpus  # held-out rows
-
-    def tokens(self) -> np.ndarray:
-        """Training tokens [N] to count n-grams in: the first 20 million."""
-        return np.asarray(self.source.tokens[:_TOKENS_COUNTED])
-
-
-@dataclass(frozen=True)
 class TrainingData:
     """Everything that training reads."""
 
     corpus: Corpus  # documents; of a prepared folder the first ones
     tokenizer: "PreTrainedTokenizerFast"
-    text: Text | None  # where the rows of text come from; None for the corpus "none"
+    text: PackedCorpus | None  # rows of text, and its tokens; None for the corpus "none"
     mixture: Mixture
     validation: Tensor  # held-out rows of text, or of recall if there is no text, int64 [rows, length]
     validation_labels: Tensor  # their labels: every token of text, the answers of recall
@@ -70,6 +56,11 @@ class TrainingData:
     def first_rows(self) -> Tensor:
         """The rows of the first batch, int64 ``[batch, length]``."""
         return torch.from_numpy(self.mixture.batch(0)["input_ids"])
+
+    def counted_tokens(self) -> np.ndarray:
+        """Training tokens of text [N] to count n-grams in: the first 20 million."""
+        assert self.text is not None
+        return np.asarray(self.text.tokens[:_TOKENS_COUNTED])
 
     def digest(self) -> str:
         """A digest of the first batch and of the held-out rows: another text or tokenizer gives another one."""
@@ -107,10 +98,10 @@ def load_training_data(config: RunConfig) -> TrainingData:
     """
     data, seed = config.data, config.train.seed
     shares, vocab_size, rows = data.shares, vocabulary_size(config), config.train.validation_rows
-    text, corpus, sources, questions = None, Corpus(NO_CORPUS, [], []), {}, {}
+    text, held_text, corpus, sources, questions = None, None, Corpus(NO_CORPUS, [], []), {}, {}
     if data.corpus != NO_CORPUS:
-        text = load_text(data, seed, vocab_size)
-        corpus, tokenizer, sources["text"] = text.corpus, text.tokenizer, text.source
+        corpus, tokenizer, text, held_text = load_text(data, seed, vocab_size)
+        sources["text"] = text
     elif [*shares] == ["recall"] and data.tokenizer != "bpe":
         tokenizer = make_tokenizer(data, corpus, vocab_size)
     else:
@@ -135,15 +126,19 @@ def load_training_data(config: RunConfig) -> TrainingData:
         questions["recall"] = drawn.ids, answer_labels(drawn.ids, drawn.answers)
     mixture = Mixture({name: sources[name] for name in shares}, shares, config.train.batch_size, seed)
     held_out = {name: (torch.from_numpy(ids), torch.from_numpy(labels)) for name, (ids, labels) in questions.items()}
-    if text is not None:
-        validation = labels = torch.from_numpy(text.held_out.spread(rows))
+    if held_text is not None:
+        validation = labels = torch.from_numpy(held_text.spread(rows))
     else:
         validation, labels = held_out["recall"]  # recall is the only source
     return TrainingData(corpus, tokenizer, text, mixture, validation, labels, held_out)
 
 
-def load_text(data: DataConfig, seed: int, vocab_size: int) -> Text:
-    """The text that ``data.corpus`` names: tokenised in memory, or a prepared folder that stays on the disk.
+def load_text(
+    data: DataConfig, seed: int, vocab_size: int
+) -> tuple[Corpus, "PreTrainedTokenizerFast", PackedCorpus, PackedCorpus]:
+    """Corpus, tokenizer, rows to train on and held-out rows of ``data.corpus``.
+
+    Text is tokenised in memory; a prepared folder stays on the disk.
 
     Raises:
         UserError: for text or a tokenizer that cannot be loaded.
@@ -153,12 +148,12 @@ def load_text(data: DataConfig, seed: int, vocab_size: int) -> Text:
         corpus = load_corpus(name, max_bytes=data.max_bytes)
         tokenizer = make_tokenizer(data, corpus, vocab_size)
         train, validation = (_tokens(side, tokenizer) for side in (corpus.train, corpus.validation))
-        source = PackedCorpus(train, length, seed=seed)
-        return Text(corpus, tokenizer, source, PackedCorpus(validation, length, shuffle=False))
-    train, validation = (Shards(name, side, check=is_first()) for side in SPLITS)
-    source = PreparedCorpus(train, length, seed=seed)
-    held_out = PackedCorpus(validation, length, shuffle=False)
-    return Text(decoded_corpus(name), load_prepared_tokenizer(name), source, held_out)
+        rows = PackedCorpus(train, length, seed=seed)
+    else:
+        corpus, tokenizer = decoded_corpus(name), load_prepared_tokenizer(name)
+        train, validation = (Shards(name, side, check=is_first()) for side in SPLITS)
+        rows = PreparedCorpus(train, length, seed=seed)
+    return corpus, tokenizer, rows, PackedCorpus(validation, length, shuffle=False)
 
 
 def _tokens(documents: list[Document], tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
