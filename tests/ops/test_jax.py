@@ -24,7 +24,7 @@ jax = pytest.importorskip("jax", reason="JAX is not installed")
 
 import jax.numpy as jnp  # noqa: E402
 
-from diff_transformer.ops.jax import diff_attention, diff_attention_maps  # noqa: E402
+from diff_transformer.ops.jax import diff_attention  # noqa: E402
 
 NAMES = ("q1", "q2", "k1", "k2", "v", "lam")
 
@@ -138,15 +138,6 @@ def test_fp64_is_exact(case):
         torch.testing.assert_close(value, expected, rtol=0, atol=1e-12, msg=lambda m, name=name: f"{name}: {m}")
 
 
-def test_maps():
-    x = make_inputs(T=31, H=6, Hn=2, G=1, requires_grad=False)
-    exact = ops.diff_attention_maps(*(y.double() for y in x[:4]), x.lam.double(), is_causal=True, window=9)
-    found = diff_attention_maps(*map(to_jax, x[:4]), to_jax(x.lam), is_causal=True, window=9)
-    assert found._fields == exact._fields
-    for name, value, expected in zip(found._fields, found, exact, strict=True):
-        assert_within_budget(to_torch(value), expected, what=name)
-
-
 @pytest.mark.parametrize("mask", [blind_rows(2, 31, 31), as_bias(blind_rows(2, 31, 31))], ids=["bool", "additive"])
 def test_rows_that_see_nothing_are_exactly_zero(mask):
     values = in_jax(make_inputs(T=31), {"attn_mask": mask})
@@ -204,7 +195,6 @@ def test_nothing_to_attend_from_or_to_gives_zeros(empty):
     for y, gradient in zip((*x, lam), jax.grad(loss, argnums=tuple(range(6)))(*x, lam), strict=True):
         assert gradient.shape == y.shape
         assert not gradient.any()
-    assert diff_attention_maps(*x[:4], lam).difference.shape == (B, 4, T, S)
 
 
 X: dict[str, Any] = {name: to_jax(x) for name, x in make_inputs(B=2, H=4, G=2, T=6, S=8, D=3, Dv=5)._asdict().items()}

@@ -4,8 +4,6 @@ It is written in ``jax.numpy``, so that XLA compiles it for CPU, GPU and TPU. No
 and importing the package does not import JAX.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
-Inside, heads are grouped by what they share: G key/value heads, n noise heads of each, r signal heads of each of those;
-H = G n r and Hn = G n. A size may be 1 to broadcast.
 """
 
 import importlib.util
@@ -26,7 +24,6 @@ import numpy as np
 from jax import Array
 
 from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes
-from diff_transformer.ops.reference import DiffMaps
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -70,36 +67,13 @@ def diff_attention(
     return _attend(*arrays, *weights, mask, bool(is_causal), window, scale, precision)
 
 
-def diff_attention_maps(
-    q1: Array,
-    q2: Array,
-    k1: Array,
-    k2: Array,
-    lam: float | Array,
-    *,
-    first: float | Array | None = None,
-    attn_mask: Array | None = None,
-    is_causal: bool = False,
-    window: int | None = None,
-    scale: float | None = None,
-    precision: str = "highest",
-) -> DiffMaps:
-    """The maps themselves: softmax(q1 k1^T scale), the second, and their weighted difference.
-
-    Arguments and errors as in ``diff_attention``. Each map is [B, H, T, S] in fp32 (fp64 for fp64 inputs). Rows of the
-    difference sum to 1 - lam, or first - lam.
-    """
-    arrays, weights, mask, window, scale = _check((q1, q2, k1, k2), lam, first, attn_mask, is_causal, window, scale)
-    return DiffMaps(*_maps(*arrays, *weights, mask, bool(is_causal), window, scale, precision))
-
-
 def _check(tensors, lam, first, attn_mask, is_causal, window, scale):
     """(arrays, lam and first, mask, window, scale) of the arguments; raises what ``diff_attention`` documents.
 
     The weights are 4-dimensional and broadcast to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); first may be None. The
     mask is None or 4-dimensional and broadcasts to [B, H, T, S].
     """
-    named = zip(("q1", "q2", "k1", "k2", "v"), tensors, strict=False)
+    named = zip(("q1", "q2", "k1", "k2", "v"), tensors, strict=True)
     arrays = {name: _array(name, x, tensors[0]) for name, x in named}
     check_shapes({name: x.shape for name, x in arrays.items()})
     q1 = arrays["q1"]
@@ -145,36 +119,14 @@ def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
 @partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))
 def _attend(q1, q2, k1, k2, v, lam, weight, attn_mask, is_causal, window, scale, precision) -> Array:
     """(weight A1 - lam A2) v, [B, H, T, Dv] in the dtype of v."""
-    (B, H, T, _), (G, S, Dv) = q1.shape, v.shape[1:]
-    difference = _maps(q1, q2, k1, k2, lam, weight, attn_mask, is_causal, window, scale, precision)[2].astype(v.dtype)
-    wide = jnp.promote_types(v.dtype, jnp.float32)
+    H, wide = q1.shape[1], jnp.promote_types(v.dtype, jnp.float32)
+    # repeated in fp32 (fp64), so that gradients of shared heads are summed in it
+    q2, k1, k2, values = (jnp.repeat(x.astype(wide), H // x.shape[1], 1).astype(x.dtype) for x in (q2, k1, k2, v))
+    seen = _seen(q1.shape[2], k1.shape[2], is_causal, window)
+    first, second = (_map(q, k, seen, attn_mask, scale, precision) for q, k in ((q1, k1), (q2, k2)))
+    difference = ((first if weight is None else weight * first) - lam * second).astype(v.dtype)
     product = partial(jnp.einsum, precision=precision, preferred_element_type=wide)
-    return product("bgrts,bgsv->bgrtv", difference.reshape(B, G, H // G, T, S), v).astype(v.dtype).reshape(B, H, T, Dv)
-
-
-@partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))
-def _maps(q1, q2, k1, k2, lam, weight, attn_mask, is_causal, window, scale, precision) -> tuple[Array, ...]:
-    """Both maps and their difference, each [B, H, T, S] in fp32 (fp64 for fp64 inputs)."""
-    (B, H, T, _), S = q1.shape, k1.shape[2]
-    q1, q2, lam, weight, attn_mask = _by_shared_head(q1, q2, k1, lam, weight, attn_mask)
-    seen = _seen(T, S, is_causal, window)
-    first = _map(q1, k1, seen, attn_mask, scale, precision)
-    second = jnp.broadcast_to(_map(q2, k2, seen, attn_mask, scale, precision), first.shape)
-    difference = (first if weight is None else weight * first) - lam * second
-    return tuple(x.reshape(B, H, T, S) for x in (first, second, difference))
-
-
-def _by_shared_head(q1, q2, k1, lam, weight, attn_mask):
-    """The arrays with a row for each query, heads split into [G, n, r]: [B|1, G|1, n|1, r|1, T|1, width]."""
-    H, Hn, G = q1.shape[1], q2.shape[1], k1.shape[1]
-
-    def split(x, heads):
-        if x is None:
-            return None
-        return x.reshape(x.shape[0], *(heads if x.shape[1] > 1 else (1, 1, 1)), *x.shape[2:])
-
-    every = (G, Hn // G, H // Hn)
-    return split(q1, every), split(q2, (G, Hn // G, 1)), *(split(x, every) for x in (lam, weight, attn_mask))
+    return product("bhts,bhsv->bhtv", difference, values).astype(v.dtype)
 
 
 def _seen(T: int, S: int, is_causal: bool, window: int | None) -> Array | None:
@@ -193,7 +145,7 @@ def _map(q: Array, k: Array, seen, attn_mask, scale: float, precision: str) -> A
     The maximum and the sum of such a row are replaced by finite numbers before use, so that its gradients are 0 too.
     """
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("bgnrtd,bgsd->bgnrts", q, k, precision=precision, preferred_element_type=wide) * scale
+    scores = jnp.einsum("bhtd,bhsd->bhts", q, k, precision=precision, preferred_element_type=wide) * scale
     if attn_mask is not None and attn_mask.dtype == bool:
         seen = attn_mask if seen is None else seen & attn_mask
     elif attn_mask is not None:
