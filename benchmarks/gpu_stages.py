@@ -17,6 +17,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -191,17 +192,8 @@ def _decode(dry: bool, seconds: float, out: Path, shapes: list, models: list) ->
     ))  # fmt: skip
 
 
-def throughput(dry: bool, seconds: float, out: Path) -> None:
-    """Table 7."""
-    _pair("throughput", dry, seconds, out)
-
-
-def step(dry: bool, seconds: float, out: Path) -> None:
-    """The time of a training step."""
-    _pair("step", dry, seconds, out)
-
-
-def _pair(name: str, dry: bool, seconds: float, out: Path) -> None:
+def whole_models(name: str, dry: bool, seconds: float, out: Path) -> None:
+    """Table 7 ("throughput"), and the time of a training step ("step")."""
     settings = [TINY_PAIR] if dry else [s for s in pair.SETTINGS[name, "cuda"] if not s.compiled]
     options = _options(dry, device_of(dry), seconds, 3, out)
     _finish(pair.run_pair_benchmark(name, settings, **options))
@@ -244,6 +236,6 @@ STAGES: dict[str, Callable[[bool, float, Path], None]] = {
     "attention_fp32": attention_fp32,
     "decode": decode,
     "decode_compiled": decode_compiled,
-    "throughput": throughput,
-    "step": step,
+    "throughput": partial(whole_models, "throughput"),
+    "step": partial(whole_models, "step"),
 }
