@@ -11,7 +11,7 @@ def test_both_models_are_timed_and_left_as_they_were():
         f"{side}-seed0": DiffTransformerForCausalLM(preset("debug", attention=side)) for side in ("diff", "softmax")
     }
     before = [parameter.clone() for model in models.values() for parameter in model.parameters()]
-    results = measure_throughput(models, torch.randint(0, 512, (2, 16)), repeats=3, steps=1)
+    results = measure_throughput(models, torch.randint(0, 512, (2, 16)), repeats=3)
     assert [*results] == list(models)
     for result in results.values():
         assert len(result.rows) == 3
@@ -26,7 +26,7 @@ def test_both_models_are_timed_and_left_as_they_were():
 def test_models_are_timed_in_the_precision_of_their_training(precision, dtype):
     model, seen = DiffTransformerForCausalLM(preset("debug")), set()
     model.model.layers[0].self_attn.q_proj.register_forward_hook(lambda module, x, y: seen.add(y.dtype))
-    results = measure_throughput({"m": model}, torch.randint(0, 512, (2, 16)), precision=precision, repeats=1, steps=1)
+    results = measure_throughput({"m": model}, torch.randint(0, 512, (2, 16)), precision=precision, repeats=1)
     assert seen == {dtype}
     assert results["m"].about["precision"] == precision
 
@@ -40,5 +40,5 @@ def test_the_timed_step_is_that_of_the_run():
 
     model.model.register_forward_hook(note)
     ids = torch.randint(0, 512, (5, 16))
-    measure_throughput({"m": model}, ids, pass_rows=2, loss_chunk=8, repeats=1, steps=1)
+    measure_throughput({"m": model}, ids, pass_rows=2, loss_chunk=8, repeats=1)
     assert seen[:3] == [2, 2, 1]

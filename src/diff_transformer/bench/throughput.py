@@ -16,9 +16,9 @@ from diff_transformer.train.loss import Objective
 
 def measure_throughput(
     models: dict[str, nn.Module], ids: Tensor, *, precision: str = "32-true", pass_rows: int = 0, loss_chunk: int = 0,
-    repeats: int = 7, steps: int = 2,
+    repeats: int = 7,
 ) -> dict[str, Result]:  # fmt: skip
-    """A ``Result`` for each model: ``repeats`` measurements of ``steps`` steps on ``ids [B, T]``.
+    """A ``Result`` for each model: ``repeats`` measurements of a step on ``ids [B, T]``.
 
     Models take turns within each repeat, and every other repeat runs in the opposite order, so that a slow moment of
     the machine affects both. The training step is forward, backward, clipping and a fused AdamW update at learning rate
@@ -29,31 +29,17 @@ def measure_throughput(
         precision: that of the training run; "bf16-mixed" autocasts both kinds.
         pass_rows, loss_chunk: rows of a pass of the step, and tokens whose logits it holds at a time; 0 for all.
     """
-    require_positive(repeats=repeats, steps=steps)
+    require_positive(repeats=repeats)
     kinds = {"train": partial(training_step, rows=pass_rows, chunk=loss_chunk), "forward": _forward}
-    runs = {
-        (kind, name): _repeated(make(model, ids, precision), steps)
-        for kind, make in kinds.items()
-        for name, model in models.items()
-    }
+    runs = {(kind, name): make(model, ids, precision) for kind, make in kinds.items() for name, model in models.items()}
     times = interleaved_times(runs, repeats, str(ids.device))
-    tokens = ids.numel() * steps
-    facts = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "steps": steps}
-    facts["precision"] = precision
+    facts = {"batch": ids.shape[0], "length": ids.shape[1], "repeats": repeats, "precision": precision}
     results = {}
     for name in models:
-        rates = {f"{kind}_tokens_per_second": [tokens / s for s in times[kind, name].seconds] for kind in kinds}
+        rates = {f"{kind}_tokens_per_second": [ids.numel() / s for s in times[kind, name].seconds] for kind in kinds}
         rows = [{"repeat": i, **{key: rate[i] for key, rate in rates.items()}} for i in range(repeats)]
         results[name] = Result("throughput", rows, provenance(**facts))
     return results
-
-
-def _repeated(run: Callable[[], None], steps: int) -> Callable[[], None]:
-    def runs():
-        for _ in range(steps):
-            run()
-
-    return runs
 
 
 def _autocast(ids: Tensor, precision: str) -> AbstractContextManager:
