@@ -87,18 +87,6 @@ def test_the_cache_holds_no_more_than_the_window(attention):
 
 
 @KINDS
-def test_left_padding_changes_nothing(attention):
-    model, ids = make(attention), tokens(1, 9)
-    padded = torch.cat((torch.zeros(1, 4, dtype=torch.long), ids), 1)
-    mask = torch.tensor([[0] * 4 + [1] * 9])
-    logits = model(padded, attention_mask=mask, position_ids=(mask.cumsum(-1) - 1).clamp_min(0)).logits[:, 4:]
-    torch.testing.assert_close(logits, model(ids).logits, atol=1e-5, rtol=1e-5)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-    generated = model.generate(padded, attention_mask=mask, **options)
-    assert torch.equal(generated[:, 13:], model.generate(ids, **options)[:, 9:])
-
-
-@KINDS
 def test_packed_documents_and_gradients(attention):
     model, ids = make(attention).train(), tokens(1, 20)
     packed = model(ids, cu_seq_lens_q=torch.tensor([0, 8, 20], dtype=torch.int32), max_length_q=12).logits

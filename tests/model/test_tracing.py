@@ -48,13 +48,6 @@ def test_a_traced_model(attention):
     for length in (8, 11):
         ids = tokens(length)
         torch.testing.assert_close(traced(ids), model(ids))
-    mask = torch.ones(2, 8, dtype=torch.long)
-    traced = torch.jit.trace(model, (tokens(8), mask), check_trace=False)
-    padded = mask.clone()
-    padded[0, :3] = 0
-    ids = tokens(8)
-    torch.testing.assert_close(traced(ids, padded)[1:], model(ids, padded)[1:])
-    torch.testing.assert_close(traced(ids, padded)[0, 3:], model(ids, padded)[0, 3:])
 
 
 @torch.no_grad()
@@ -71,27 +64,13 @@ def test_a_traced_layer(attention, length, backend):
 
 
 @torch.no_grad()
-def test_the_old_onnx_exporter(tmp_path):
-    runtime = pytest.importorskip("onnxruntime", reason="pip install onnxruntime")
-    pytest.importorskip("onnx", reason="pip install onnx")
-    layer, (x, y) = Layer("diff_v2"), torch.randn(2, 2, 1, 32)
-    torch.onnx.export(layer, (x,), tmp_path / "layer.onnx", dynamo=False)
-    session = runtime.InferenceSession(tmp_path / "layer.onnx")
-    (found,) = session.run(None, {session.get_inputs()[0].name: y.numpy()})
-    torch.testing.assert_close(torch.tensor(found), layer(y))
-    with pytest.raises(torch.onnx.errors.UnsupportedOperatorError, match="rms_norm"):
-        torch.onnx.export(Layer("diff"), (x,), tmp_path / "norm.onnx", dynamo=False)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("lengths", [[5, 7], [7, 7], [1, 0]])
-def test_traced_decoding_reads_its_lengths(lengths):
+def test_traced_decoding_reads_its_lengths():
     def attend(q, k, v, lengths):
         return diff_attention_decode(q, q, k, k, v, 0.3, lengths=lengths)
 
     q, k, v = torch.randn(2, 2, 1, 8), torch.randn(2, 2, 7, 8), torch.randn(2, 2, 7, 16)
     traced = torch.jit.trace(attend, (q, k, v, torch.tensor([7, 7], dtype=torch.int32)), check_trace=False)
-    lengths = torch.tensor(lengths, dtype=torch.int32)
+    lengths = torch.tensor([5, 1], dtype=torch.int32)
     torch.testing.assert_close(traced(q, k, v, lengths), attend(q, k, v, lengths))
 
 
