@@ -26,7 +26,7 @@ def register() -> None:
         from vllm.transformers_utils.config import _CONFIG_FORMAT_TO_CONFIG_PARSER, _CONFIG_REGISTRY
 
         from diff_transformer.serving.vllm.config_check import ConfigCheck, DifferentialCheck, DifferentialParser
-    except ImportError:  # another version of vLLM: the model says so when it is loaded
+    except ImportError:  # another version of vLLM, whose own models must not suffer
         return
     MODELS_CONFIG_MAP.update(dict.fromkeys(architectures, ConfigCheck))
     MODELS_CONFIG_MAP.update(dict.fromkeys(DIFFERENTIAL, DifferentialCheck))
