@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from diff_transformer.durable import append_lines, read_lines, replacing, require_writable, write_whole
+from diff_transformer.durable import replacing, require_writable, write_whole
 from diff_transformer.errors import UserError
 
 
@@ -61,16 +61,3 @@ def test_a_full_disk_is_an_error_of_the_disk_in_every_library(tmp_path):
     with pytest.raises(OSError, match="No space left on device") as raised, replacing(tmp_path / "file"):
         raise Exception("I/O error: No space left on device (os error 28)")  # as safetensors and tokenizers say it
     assert raised.value.errno == errno.ENOSPC
-
-
-def test_a_journal_loses_only_the_line_that_a_crash_cut_off(tmp_path):
-    path = tmp_path / "new" / "journal"
-    assert read_lines(path) == []
-    append_lines(path, [{"a": 1}, {"a": "é"}])
-    whole = path.read_bytes()
-    for cut in (1, 3, 7):
-        path.write_bytes(whole[:-cut])
-        assert read_lines(path) == ([{"a": 1}, {"a": "é"}] if cut == 1 else [{"a": 1}])
-        append_lines(path, [{"a": 3}])
-        assert read_lines(path)[-1] == {"a": 3}
-        assert read_lines(path)[0] == {"a": 1}

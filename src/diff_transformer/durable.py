@@ -1,11 +1,10 @@
 """Files that are written whole or not at all: beside the final name, flushed to the disk, then renamed."""
 
-import json
 import os
 import re
 import secrets
 import shutil
-from collections.abc import Generator, Iterable
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -45,31 +44,6 @@ def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> No
     """Write ``content`` to ``path`` atomically: a reader, or a crash at any moment, finds the old or the new."""
     with replacing(path, durable=durable) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def append_lines(path: Path, entries: Iterable[dict]) -> None:
-    """Append ``entries`` to a file of JSON lines and flush it to the disk.
-
-    It is one write, so that several processes may share the file. A line that a crash cut off is ended first.
-    """
-    lines = "".join(json.dumps(entry) + "\n" for entry in entries).encode()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a+b") as file:
-        torn = file.tell() > 0 and (file.seek(-1, os.SEEK_END), file.read(1))[1] != b"\n"
-        file.write(b"\n" * torn + lines)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def read_lines(path: Path) -> list[dict]:
-    """The objects in a file of JSON lines, without lines that a crash cut off; none if there is no such file."""
-    entries = []
-    for line in path.read_bytes().split(b"\n") if path.exists() else ():
-        try:
-            entries.append(json.loads(line))
-        except ValueError:
-            continue
-    return entries
 
 
 def flush(path: Path) -> None:
