@@ -47,6 +47,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
     "many_shot": ("shots", "order", "order_seed", "score"),
     "hallucination": ("set", "score"),
     "harness": ("task", "shots", "score"),
+    "ruler": ("task", "length", "score"),
     "gradient_flow": ("state", "part", "layer", "rms"),
     "throughput": ("train_tokens_per_second", "forward_tokens_per_second"),
     "training": ("step", "loss", "grad_norm", "tokens_per_second"),

@@ -189,6 +189,14 @@ def harness(rows: Rows, sides: Sides) -> list[Panel]:
     return [Panel("Accuracy", rows["harness"], "score", "task")]
 
 
+@figure("ruler", "RULER", "", "ruler", "Share of the expected strings that an answer contains, by task.")
+def ruler(rows: Rows, sides: Sides) -> list[Panel]:
+    frame = rows["ruler"]
+    if frame["length"].nunique() == 1:
+        return [Panel("Accuracy", frame, "score", "task")]
+    return [Panel(f"{task}, by length", of, "score", "length", joined=True) for task, of in frame.groupby("task")]
+
+
 @figure("hallucination", "Contextual hallucination", "Table 4", "hallucination",
         "Share of outputs that a judge finds free of hallucination.")  # fmt: skip
 def hallucination(rows: Rows, sides: Sides) -> list[Panel]:
