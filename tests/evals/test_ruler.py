@@ -140,7 +140,7 @@ class Words:
 def test_what_cannot_be_asked_is_one_sentence(monkeypatch, tmp_path):
     monkeypatch.setattr("diff_transformer.evals.ruler.haystack", lambda *of: (Words(), "all"))
     lm = Solver()
-    with pytest.raises(UserError, match="no task of RULER 'niah'.*there are: niah_single_1"):
+    with pytest.raises(UserError, match=r"no task of RULER 'niah'.*there are: niah_single_1"):
         run(lm, Settings(tasks=("niah",)), ALL)
     with pytest.raises(UserError, match=r"task vt takes \d+ tokens at least, and length is 300; give more"):
         run(lm, Settings(tasks=("vt",), length=300), ALL)
