@@ -11,13 +11,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from transformers import AutoModelForCausalLM, Qwen3Config, Starcoder2Config
+from transformers import AutoModelForCausalLM, GPT2Config, Qwen3Config, Starcoder2Config
 
-from diff_transformer import differentiate
+from diff_transformer import differentiate, fold
+from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.spec import side_model
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert import convert_model
+from diff_transformer.model.dex import extensions
+from diff_transformer.model.loading import read_model
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.train.config import override
@@ -30,6 +33,7 @@ from diff_transformer.train.plan import resolve
 from diff_transformer.train.recompute import recompute
 from diff_transformer.train.training_data import load_training_data
 
+QWEN = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
 TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
 PEAK = """
 import resource, sys
@@ -272,6 +276,69 @@ def test_attention_alone_trains(config, trained, tmp_path):
     done = train(run, tmp_path / "run")
     for name, parameter in build_model(run, trained.tokenizer).named_parameters():
         assert torch.equal(parameter, done.model.get_parameter(name)) != (".self_attn." in name)
+
+
+@pytest.mark.parametrize("kind", ["ours", "diff", "diff_v2", "GPT-2"])
+def test_adapters_of_attention_train(config, trained, tmp_path, kind):
+    """The adapters end in the saved model's own matrices, each changed by a product of rank 2 alone."""
+    folder = trained.folder / "model"
+    if kind != "ours":
+        folder = tmp_path / "m"
+        if kind == "GPT-2":
+            of_transformers(GPT2Config, trained.tokenizer, folder)
+        else:
+            model = of_transformers(Qwen3Config, trained.tokenizer, folder, **QWEN)
+            differentiate(model, kind).save_pretrained(folder)
+    run = initial(config, folder, "train.weights=lora", "train.lora_rank=2", "train.steps=3", "train.loss_chunk=50")
+    run.model = run.model if kind == "ours" else {}
+    start, ids = build_model(run, trained.tokenizer).eval(), torch.arange(40)[None]
+    made = train(run, tmp_path / "run").model
+    saved = read_model(tmp_path / "run" / "model").eval()
+    torch.testing.assert_close(saved(ids).logits, made(ids).logits)
+    assert type(saved) is type(made) is type(start)
+    assert not hasattr(made, "peft_config")
+    assert saved.state_dict().keys() == start.state_dict().keys()
+    for name, parameter in start.named_parameters():
+        change = saved.get_parameter(name) - parameter
+        of_attention = bool({"self_attn", "attn"} & set(name.split(".")))
+        assert change.any() == (of_attention and not name.endswith("bias")), name
+        if of_attention and change.ndim == 2 and "lambda" not in name:
+            sizes = torch.linalg.svdvals(change)
+            assert sizes[2:].max() < 1e-6 < sizes[1], name
+
+
+def test_adapters_resume_as_if_never_stopped(config, trained, tmp_path):
+    run = initial(config, trained.folder, "train.weights=lora", "train.steps=4", "train.checkpoint_every=2")
+    whole = train(run, tmp_path / "whole").model.state_dict()
+
+    def stop(step, values):
+        if step == 3:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        train(run, tmp_path / "stopped", progress=stop)
+    resumed = train(run, tmp_path / "stopped", resume=True).model.state_dict()
+    assert all(torch.equal(resumed[name], value) for name, value in whole.items())
+    again = train(run, tmp_path / "stopped", resume=True).model.state_dict()  # a finished run
+    assert all(torch.equal(again[name], value) for name, value in whole.items())
+
+
+def test_dex_trains_its_own_weights_with_lambda_by_the_steps(config, trained, tmp_path):
+    model = of_transformers(Qwen3Config, trained.tokenizer, tmp_path / "m", **QWEN)
+    start = differentiate(model, "dex")
+    start.save_pretrained(tmp_path / "m")
+    run = initial(config, tmp_path / "m", "train.weights=dex", "train.steps=3", "train.loss_chunk=50", "optim.lr=0.01")
+    run.model = {}
+    made = train(run, tmp_path / "run").model
+    for name, parameter in start.named_parameters():
+        own = name.rpartition("self_attn.")[2]
+        changes = own in ("k_proj.weight", "v_proj.weight", "o_proj.weight", "dex.weight", "dex.lam")
+        assert torch.equal(parameter, made.get_parameter(name)) != changes, name
+    assert [module.progress.item() for module in extensions(made)] == [1.0]
+    saved, ids = read_model(tmp_path / "run" / "model").eval(), torch.arange(40)[None]
+    torch.testing.assert_close(fold(saved)(ids).logits, made(ids).logits, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match="has no DEX to train"):
+        train(initial(config, trained.folder, "train.weights=dex"), tmp_path / "other")
 
 
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name != "softmax"])

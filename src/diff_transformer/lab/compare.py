@@ -236,8 +236,8 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str], console: C
 
     from diff_transformer.bench.throughput import measure_throughput
     from diff_transformer.model.loading import read_model
-    from diff_transformer.train.initial_model import choose_weights
     from diff_transformer.train.recompute import recompute
+    from diff_transformer.train.weights import choose_weights
 
     path = out / SPEED
     if path.exists() and {each["side"] for each in read_file(path)} >= set(sides):
@@ -248,7 +248,7 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str], console: C
     device = "cuda" if torch.cuda.is_available() else "cpu"
     models = {name: read_model(folder).to(device) for name, folder in folders.items()}
     for model in models.values():
-        choose_weights(model, config.train.weights)
+        choose_weights(model, config.train)
         recompute(model, config.train.activation_checkpointing)
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.batch_size, config.data.length)

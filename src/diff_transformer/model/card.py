@@ -31,7 +31,8 @@ def card(model: Any) -> str:
         )
     else:
         source, auto = entry.get("source") or {}, "AutoModelForCausalLM"
-        title = f"{source.get('base_model') or name} with differential attention (`{entry['kind']}`, arXiv 2410.05258)"
+        paper = "2505.16333" if entry["kind"] == "dex" else "2410.05258"
+        title = f"{source.get('base_model') or name} with differential attention (`{entry['kind']}`, arXiv {paper})"
     head = "".join(f"{key}: {value}\n" for key, value in {"library_name": "transformers", **source}.items())
     return (
         f"---\n{head}tags:\n- diff-transformer\n- differential-attention\n---\n\n# {title}\n\n{needs}\n\n"

@@ -134,8 +134,10 @@ def trained_by_dex(model: Any) -> list[nn.Parameter]:
     """What DEX trains: W_K, W_V, W_O, W_D and the learned lambda of each layer.
 
     Raises:
-        UserError: if a matrix holds queries too, which DEX does not train.
+        UserError: for a model without DEX, or a matrix that holds queries too, which DEX does not train.
     """
+    if not any(extensions(model)):
+        raise UserError(f"{type(model).__name__} has no DEX to train; give a model of differentiate(model, kind='dex')")
     found: list[nn.Parameter] = []
     for _, attention in attentions(model):
         if not hasattr(attention, "k_proj"):

@@ -130,7 +130,10 @@ class TrainConfig:
 
     # folder of a model or of a finished run to start from; None for random weights
     initial_model: str | None = None
-    weights: Literal["all", "attention"] = "all"  # which are trained; the others stay as they start
+    # which are trained, the others stay as they start: "all", those of "attention", "lora" (low-rank adapters of its
+    # matrices, which the saved model has merged; lambda and norms of attention) or "dex" (what DEX trains)
+    weights: Literal["all", "attention", "lora", "dex"] = "all"
+    lora_rank: PositiveInt = 16  # of the adapters; their scale is 2
     steps: PositiveInt = 1000  # optimizer steps
     batch_size: PositiveInt = 16  # rows per step, over all processes and passes
     # rows per forward pass and process; memory grows with it; 0 for the process's whole share of the batch

@@ -18,8 +18,6 @@ from diff_transformer.errors import UserError
 from diff_transformer.model.heads import MATCHED
 from diff_transformer.train.plan import Plan, resolve
 
-_ATTENTION = {"self_attn", "attention", "attn", "self_attention"}  # names of the module in transformers' models
-
 
 def unfilled_model(plan: Plan, tokenizer, rows: Callable[[], Tensor] | None = None) -> Any:
     """The model of a run in fp32 on the CPU; its weights have values only if they are those of ``plan.source``.
@@ -67,12 +65,6 @@ def draw_weights(model: Any, seed: int) -> None:
         module._parameters.update(own)
         for key, parameter in own.items():
             _assign(parameter, whole[key])
-
-
-def choose_weights(model: nn.Module, weights: str) -> None:
-    """Let the gradient reach all weights, or those of attention layers: projections, lambda and norms of heads."""
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(weights == "all" or not _ATTENTION.isdisjoint(name.split(".")))
 
 
 def _assign(parameter: Tensor, value: Tensor) -> None:

@@ -17,11 +17,12 @@ import torch
 from lightning.fabric import Fabric
 
 from diff_transformer.errors import UserError
+from diff_transformer.model.dex import set_progress
 from diff_transformer.train.checkpoint import Checkpoints, latest_checkpoint
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.context_parallel import make_context
 from diff_transformer.train.heartbeat import Heartbeat
-from diff_transformer.train.initial_model import choose_weights, draw_weights, unfilled_model
+from diff_transformer.train.initial_model import draw_weights, unfilled_model
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, is_sharded, make_fabric, whole_model
@@ -33,6 +34,7 @@ from diff_transformer.train.signals import Interrupted, StopRequest, stop_reques
 from diff_transformer.train.step import Outcome, Stepper, learning_rate, make_optimizer
 from diff_transformer.train.telemetry import describe, telemetry
 from diff_transformer.train.training_data import TrainingData, load_training_data, make_rows, prefetched
+from diff_transformer.train.weights import choose_weights
 
 __all__ = ["Diverged", "Interrupted", "Trained", "train"]
 
@@ -109,7 +111,7 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
     """The model of ``plan`` with its initial weights, spread over the processes of ``fabric``, and its optimizer."""
     config, settings = plan.config, plan.config.train
     model = unfilled_model(plan, data.tokenizer, data.first_rows)
-    choose_weights(model, settings.weights)
+    choose_weights(model, settings)
     context = make_context(fabric, settings.parallel)
     context.apply(model)
     recompute(model, settings.activation_checkpointing)
@@ -179,6 +181,7 @@ def _train_steps(
     with _watched(run) as at, _batches(run, first) as batches:
         for step in range(first, last):
             done = step + 1
+            set_progress(run.model, done / last)
             at(step, "data")
             rows = next(batches)
             at(step, "step")

@@ -28,6 +28,7 @@ from torch.distributed.tensor.parallel import (
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.plan import Plan
 from diff_transformer.train.training_data import BatchPart
+from diff_transformer.train.weights import merged
 
 
 def make_fabric(plan: Plan) -> Fabric:
@@ -109,7 +110,7 @@ def whole_model(model: Any, first: bool) -> Any:
     for layer in getattr(model.base_model, "layers", ()):
         vars(layer).pop("forward", None)  # of training: each length and batch would be compiled again
     model.config.use_cache = True
-    return model.eval()
+    return merged(model).eval()
 
 
 def reshard(module: nn.Module) -> None:

@@ -94,6 +94,8 @@ def _strategy(config: RunConfig, world: int) -> str:
         )
     if sharded and train.precision == "64-true":
         raise UserError("train.precision is '64-true'; with strategy 'fsdp' give '32-true' or 'bf16-mixed'")
+    if sharded and config.train.weights == "lora":
+        raise UserError("train.weights is 'lora', whose adapters are not sharded; leave sharding out")
     if sharded:
         return "fsdp"
     return "single" if world == 1 else "ddp"

@@ -21,6 +21,7 @@ from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.conversion import Conversion, NamedTensors, renamed
 from diff_transformer.model.differentiate import FIRST, check_start, each_head_twice
 from diff_transformer.model.heads import CORES
+from diff_transformer.model.parts import DEX
 
 
 def to_differential(config: DiffTransformerConfig, attention: str, lambda_init: float = 0.5) -> Conversion:
@@ -91,4 +92,4 @@ def nearest(config: Any) -> Any:
     sizes = {name: value for name in _SIZES if (value := getattr(config, name, None)) is not None}
     softmax = DiffTransformerConfig(attention="softmax", **sizes)
     entry = getattr(config, "differential", None)
-    return softmax if entry is None else to_differential(softmax, entry["kind"]).config
+    return softmax if entry is None or entry["kind"] == DEX else to_differential(softmax, entry["kind"]).config
