@@ -3,6 +3,7 @@
 diff-transformer eval examples/my_experiment.py --model FOLDER --out runs/repeat --set length=32
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,8 +30,8 @@ def run(lm, settings: Settings, samples: Samples) -> Result:
     once = torch.randint(len(lm.tokenizer), (settings.samples, settings.length), generator=draw)
     twice = torch.cat([once, once], dim=1)  # [samples, 2 * length]
 
-    def score(batch: list[torch.Tensor]) -> list[dict]:  # a row for each
-        ids = torch.stack(batch)
+    def score(batch: Sequence[torch.Tensor]) -> list[dict]:  # a row for each
+        ids = torch.stack([*batch])
         losses = lm.token_losses(ids)[:, settings.length :]  # nats, of the tokens after the first of the repetition
         return [{"loss": float(row.mean())} for row in losses]
 

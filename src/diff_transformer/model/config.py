@@ -209,6 +209,10 @@ class DiffTransformerConfig(PreTrainedConfig):
             del self.auto_map
         Path(save_directory, f"{CODE}.py").write_text(_STUB, encoding="utf-8")
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoConfig"):
+        """Do nothing: a folder brings no code but an import."""
+
     def check(self):
         """Raise UserError for sizes that do not fit together, and for unknown values.
 

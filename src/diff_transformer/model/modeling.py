@@ -98,6 +98,10 @@ class DiffTransformerPreTrainedModel(PreTrainedModel):
         if is_main_process and Path(save_directory).is_dir():
             write_card(self, Path(save_directory))
 
+    @classmethod
+    def register_for_auto_class(cls, auto_class: str = "AutoModel"):
+        """Do nothing: a folder brings no code but an import."""
+
     @torch.no_grad()
     def _init_weights(self, module: nn.Module):
         config = self.config

@@ -35,7 +35,10 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     Raises:
         UserError: for settings that are out of range, contradict each other, or do not fit the model or the processes.
     """
+    import torch
+
     from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.modeling import RotaryEmbedding
 
     config = RunConfig.from_dict(config.to_dict())
     _check_passes(config)
@@ -53,6 +56,11 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
             "the latter"
         )
     if isinstance(model, DiffTransformerConfig):
+        try:
+            with torch.device("meta"):
+                RotaryEmbedding(model)  # ty: ignore[invalid-argument-type]
+        except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
+            raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
         check_split(model, config.train.parallel.tensor_parallel)
         check_context(model, config.train.parallel.context_parallel)
     return Plan(config, world, strategy, model, source)
