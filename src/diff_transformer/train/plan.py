@@ -58,7 +58,7 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     if isinstance(model, DiffTransformerConfig):
         try:
             with torch.device("meta"):
-                RotaryEmbedding(model)  # ty: ignore[invalid-argument-type]
+                RotaryEmbedding(model)
         except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
             raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
         check_split(model, config.train.parallel.tensor_parallel)
