@@ -28,6 +28,7 @@ from diff_transformer.lab.worker import run
 from diff_transformer.model.card import label_of
 from diff_transformer.model.differentiate import LAMBDA
 from diff_transformer.train.config import override
+from diff_transformer.train.plan import resolve
 
 SIZES = {
     "hidden_size": 24, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6,
@@ -157,6 +158,27 @@ def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_pa
     assert " with differential attention (`diff`, arXiv 2410.05258)\n" in card
 
 
+@pytest.mark.parametrize("kind", [LlamaConfig, Qwen3Config])
+def test_other_arms_start_with_the_logits_of_the_source(make, settings, tmp_path, kind):
+    found, ids = read_source(make(kind), ("diff_v3", "dex", "attention", "lora")), torch.randint(0, 400, (2, 20))
+    assert [*found.models] == ["softmax", "diff_v3", "dex", "attention", "lora", "source"]
+    config, out = found.configured(settings), tmp_path / "out"
+    found.write(out)
+    assert {path.name for path in (out / "initial").iterdir()} - {"softmax"} == {"diff_v3", "dex"}
+    with torch.no_grad():
+        expected = loaded(found.folder)(ids).logits
+    for side in found.models:
+        arm = found.run(config, side, 0, out)
+        resolve(arm)
+        assert arm.train.weights == (side if side in ("dex", "attention", "lora") else "all")
+        with torch.no_grad():
+            torch.testing.assert_close(loaded(arm.train.initial_model)(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    with pytest.raises(UserError, match=r"no arm 'v3'.*there are: diff, diff_v2, diff_v3, dex"):
+        read_source(found.folder, ["v3"])
+    with pytest.raises(UserError, match="arms are dex, which are of a pretrained model"):
+        compare("debug", out, arms=["dex"])
+
+
 def test_no_side_is_trained_with_the_dropout_that_differential_attention_lacks(make, settings, tmp_path):
     found, ids = read_source(make(GPT2Config)), torch.randint(0, 400, (2, 20))
     assert found.dropout == ("attn_pdrop",)
@@ -177,7 +199,7 @@ def test_a_model_of_the_hub_is_called_by_its_name():
 def test_without_a_control_it_says_why(make):
     found = read_source(make(GPT2Config))
     assert found.no_control.startswith("GPT2LMHeadModel cannot get more heads: ")
-    assert found.others == ["diff_v2", "source"]
+    assert [*found.models] == ["softmax", "diff", "diff_v2", "source"]
 
 
 def gguf(folder):
@@ -236,7 +258,7 @@ def test_an_architecture_that_cannot_go_on_is_refused(make, settings, kind, mess
         (["model.hidden_size=48"], {}, "model.hidden_size of the recipe or --set is 48, and .* has 36; leave it out"),
         (["evaluation.recall_steps=2"], {}, "evaluation.recall_steps trains small models from random weights"),
         (["train.initial_model=other"], {}, "train.initial_model is other; leave it out, --from is the model"),
-        ([], {"variants": ["dint"]}, "variants are dint, and a source has its own: diff_v2, wider, source"),
+        ([], {"variants": ["dint"]}, "variants are dint, and a source has arms: diff, diff_v2, diff_v3, dex"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_written(

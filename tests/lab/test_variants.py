@@ -28,7 +28,7 @@ def test_parameters_agree_with_both_sides_of_the_pair(run, name):
 
 def test_runs_differ_from_the_pair_in_the_model_alone():
     config = recipe("debug")
-    specs = comparison_specs(config, ["softmax_norm", "diff_v2"], seeds=2)
+    specs = comparison_specs(config, [*PAIR, "softmax_norm", "diff_v2"], seeds=2)
     names = [f"{side}-seed{seed}" for sides in (PAIR, ("softmax_norm", "diff_v2")) for seed in (0, 1) for side in sides]
     assert [spec.name for spec in specs] == names
     for spec in specs:

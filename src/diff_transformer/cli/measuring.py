@@ -26,7 +26,7 @@ def evaluate(
         str,
         typer.Argument(
             help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
-            "associative_recall, recall, ruler, gradient_flow; all; or the Python file of one of yours."
+            "associative_recall, recall, ruler, anatomy, gradient_flow; all; or the Python file of one of yours."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the results and their page; must be new.")],

@@ -16,7 +16,7 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help="diff-transformer, llama or diffllama; diff_v2, diff_v3 or diff make a DIFF "
+            help="diff-transformer, llama or diffllama; diff_v2, diff_v3, diff or dex make a DIFF "
             "Transformer of a softmax model with equal logits, of most decoders of transformers in their own class.",
         ),
     ] = "diff-transformer",

@@ -29,6 +29,7 @@ class AttentionCall:
             ``rows``, whose map is ``first``.
         window: sliding window of the causal mask, as in ``diff_attention``.
         first: weight of the first map for each query and head, ``[B, H, T, 1]``; None is 1.
+        v: values ``[B, g, S, dv]``; None where the layer splits them.
     """
 
     layer: int
@@ -44,6 +45,7 @@ class AttentionCall:
     mean: "Mean | None" = None
     window: int | None = None
     first: Tensor | None = None
+    v: Tensor | None = None
 
     def blocks(self, elements: int = BLOCK) -> Iterator[slice]:
         """Ranges that partition the queries, each with at most ``elements`` logits over all its maps."""

@@ -141,10 +141,10 @@ def _own_attention(core: Any, layer: int, handle: Callable) -> Callable:
             lam = torch.as_tensor(lam, dtype=torch.float32, device=q.device) if isinstance(lam, float) else lam
             mean = _dint_mean(core, q, k, visible) if core.variant.means else None
             call = AttentionCall(
-                layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window, first=first
+                layer, q1, k1, scale, mask, is_causal, q2, k2, lam, mean=mean, window=window, first=first, v=v
             )
         else:
-            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window, first=first)
+            call = AttentionCall(layer, q, k, scale, mask, is_causal, window=window, first=first, v=v)
 
         def finish(change: Change) -> Tensor:
             return torch.cat([weighted(call.attention(rows, change), v) for rows in call.blocks()], dim=2)
@@ -263,7 +263,8 @@ class _ForeignAttention:
         causal = getattr(module, "is_causal", True) if causal is None else causal
         scale = kwargs.get("scaling")
         scale = q.shape[-1] ** -0.5 if scale is None else scale
-        call = AttentionCall(layer, q, k, scale, mask, bool(causal) and mask is None, softcap=kwargs.get("softcap"))
+        is_causal = bool(causal) and mask is None
+        call = AttentionCall(layer, q, k, scale, mask, is_causal, softcap=kwargs.get("softcap"), v=v)
         lam = kwargs.get("differential_lambda")
         if lam is not None:  # of a model that differentiate has changed
             from diff_transformer.model.differentiate import maps_of
@@ -273,7 +274,7 @@ class _ForeignAttention:
         if not _is_diff_llama(module):
             return call
         (q1, q2), (k1, k2) = q.chunk(2, dim=1), k.chunk(2, dim=1)  # pairs: head i and head i + h
-        return replace(call, q1=q1, k1=k1, q2=q2, k2=k2, lam=_diff_llama_lambda(module))
+        return replace(call, q1=q1, k1=k1, q2=q2, k2=k2, lam=_diff_llama_lambda(module), v=None)
 
 
 class _Interface:

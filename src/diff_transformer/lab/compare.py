@@ -27,7 +27,7 @@ from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
 from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, rows_of, write_rows
-from diff_transformer.lab.sides import PAIR, SOURCE
+from diff_transformer.lab.sides import PAIR, SOURCE, in_order
 from diff_transformer.lab.spec import (
     EXPLORER,
     RECALL,
@@ -60,6 +60,7 @@ def compare(
     jobs: int | None = None,
     resume: bool = False,
     variants: Sequence[str] = (),
+    arms: Sequence[str] = (),
     executor: Executor | None = None,
     minutes: float | None = None,
     report: bool = True,
@@ -74,9 +75,8 @@ def compare(
     Args:
         config: of either side, or the name of a recipe; ``model.attention`` is set for each.
         source: a pretrained softmax Transformer, as a folder or name on the hub, to go on from instead of random
-            weights. The sides are then the source ("softmax"), its conversions ("diff" and "diff_v2") and, with as many
-            parameters as "diff", the control ("wider"); all start with the source's logits, which are measured too
-            ("source"). ``docs/pretrained_to_diff.md`` explains them.
+            weights. The sides are then the source ("softmax") and ``arms``; all start with the source's logits, which
+            are measured too ("source"). ``docs/pretrained_to_diff.md`` explains them.
         out: folder for everything: ``report.html``, ``members/SIDE-seedK/`` with ``run/model`` (Hugging Face format),
             TensorBoard files, metrics and ``rows.jsonl.gz``.
         settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}``.
@@ -90,6 +90,8 @@ def compare(
             equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
             measurements of ``"softmax_norm"`` stand beside theirs, as a control. Those of an earlier call in ``out``
             stay in the report; ``resume`` can add more.
+        arms: with ``source``: its conversions "diff", "diff_v2", "diff_v3" and "dex"; "wider", a control with as many
+            parameters as "diff"; "attention" and "lora", other ways to train it. By default "diff", "diff_v2", "wider".
         executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
             this machine.
         minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
@@ -118,18 +120,20 @@ def compare(
     start = None
     if source is None:
         require_drawn(config)
-        names = [name for name in variants if name not in PAIR]
+        if arms:
+            raise UserError(f"arms are {', '.join(arms)}, which are of a pretrained model; give it, or variants")
+        sides = [*PAIR, *(name for name in variants if name not in PAIR)]
     else:
-        from diff_transformer.lab.uptrain import read_source
+        from diff_transformer.lab.uptrain import ARMS, USUAL, read_source
 
-        start = read_source(source)
-        config, names = start.configured(config), start.others
         if variants:
-            raise UserError(f"variants are {', '.join(variants)}, and a source has its own: {', '.join(names)}")
+            raise UserError(f"variants are {', '.join(variants)}, and a source has arms: {', '.join(ARMS)}")
+        start = read_source(source, arms or USUAL)
+        config, sides = start.configured(config), in_order(start.models)
         if start.no_control:
             console.print(f"no control of as many parameters: {start.no_control}")
     if executor is None:
-        jobs = jobs or (default_jobs((len(PAIR) + len(names)) * seeds) if start is None else 1)
+        jobs = jobs or (default_jobs(len(sides) * seeds) if start is None else 1)
     if not config.train.threads:
         threads = 1 if executor else max(1, (os.cpu_count() or 1) // (jobs or 1))
         config = dataclasses.replace(config, train=dataclasses.replace(config.train, threads=threads))
@@ -138,7 +142,7 @@ def compare(
 
         require_installed()  # what the report at the end needs
     run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
-    specs = comparison_specs(config, names, seeds, run)
+    specs = comparison_specs(config, sides, seeds, run)
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     console.print(announced_runs(specs, here=executor is None), soft_wrap=True)
     if dry_run:
@@ -156,7 +160,7 @@ def compare(
         done = sum(map(finished, runs))
         if done == len(runs):
             with console.status("timing all models in turns"):
-                measure_speed(config, out, [*PAIR, *(name for name in names if name != SOURCE)], console)
+                measure_speed(config, out, [side for side in sides if side != SOURCE], console)
         else:
             console.print(f"{done} of {len(runs)} models are finished; the same command with --resume goes on")
         if not report:
@@ -268,21 +272,21 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str], console: C
 
 
 def comparison_specs(
-    config: RunConfig, names: Sequence[str], seeds: int, run: Callable[[str, int], RunConfig] | None = None
+    config: RunConfig, sides: Sequence[str], seeds: int, run: Callable[[str, int], RunConfig] | None = None
 ) -> list[RunSpec]:
-    """The runs of a comparison: the pair with each seed, then each variant of ``names``; with ``run`` seed by seed.
+    """The runs of a comparison: the pair with each seed, then each other of ``sides``; with ``run`` seed by seed.
 
     With ``evaluation.recall_steps``, small ones on recall alone follow. The first pair also writes its attention maps.
 
     Args:
         run: the configuration of a side and seed; by default with weights drawn from the seed.
     """
-    groups = (PAIR, names) if run is None else ((*PAIR, *names),)
+    groups = (sides[: len(PAIR)], sides[len(PAIR) :]) if run is None else (sides,)
     run = run or (lambda side, seed: with_seed(config, config.train.seed + seed, side_model(config, side)))
     specs, more = [], []
-    for sides in groups:
+    for group in groups:
         for seed in range(seeds):
-            for side in sides:
+            for side in group:
                 if side == SOURCE and seed:  # it is not trained
                     continue
                 trained = run(side, seed)

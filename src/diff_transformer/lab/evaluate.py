@@ -50,6 +50,7 @@ EXPERIMENTS = {  # in the order of the paper
     "associative_recall": "Table 6: loss where the context can be recalled, and elsewhere",
     "recall": "key-value recall in noise, at the trained length and beyond",
     "ruler": "RULER's synthetic tasks, without a download",
+    "anatomy": "attention, redundancy and importance of every head",
     "gradient_flow": "Appendix F: magnitudes of gradients, in a model and in its pair",
 }
 _MODULES = {"associative_recall": "repeat_loss", "recall": "kv_recall"}  # where the name is another

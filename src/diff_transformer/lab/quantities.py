@@ -268,6 +268,26 @@ def _late_loss(*names: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
     return of
 
 
+def _over_heads(column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The mean of a column over the heads of all layers, for each row of text."""
+
+    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
+        return frame.groupby(list(UNIT), sort=False)[column].mean().reset_index()
+
+    return of
+
+
+def _importance_gini(frame: "pd.DataFrame") -> "pd.DataFrame":
+    """The Gini index of the importance of all heads, for each row of text: 0 if all matter alike."""
+
+    def gini(values: "pd.Series") -> float:
+        ordered = np.sort(values.to_numpy(float))
+        ranks = np.arange(1, len(ordered) + 1)
+        return float(2 * (ranks * ordered).sum() / (len(ordered) * ordered.sum()) - (len(ordered) + 1) / len(ordered))
+
+    return frame.groupby(list(UNIT), sort=False)["importance"].agg(gini).reset_index()
+
+
 # ---- what a Transformer cannot test
 
 
@@ -386,6 +406,13 @@ _REGISTERED = [
     *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))
       for key, words in (("median", "median"), ("largest", "largest"))),
     Quantity("gradient_spikes", "gradient spikes", "", "", "gradients", ("spikes",)),
+    *(Quantity(f"anatomy_{column}", words, unit, "", "anatomy", (column,), of=_over_heads(column))
+      for column, words, unit in (
+          ("negative_mass", "negative attention", "share"), ("sink", "attention on the first token", "share"),
+          ("keys", "effective keys of a head", ""), ("distance", "distance of heads' maps", ""),
+          ("cka", "CKA of heads' outputs", ""))),
+    Quantity("anatomy_gini", "Gini index of heads' importance", "", "", "anatomy", ("importance",),
+             of=_importance_gini),
     _of_model("parameters", "parameters"),
     _of_model("flops_per_token", "FLOPs a token"),
     _of_model("kv_bytes_per_token", "cache a token", "B"),

@@ -44,6 +44,9 @@ NAMES = {
     "v1": "DIFF, matched scale",
     "v3": "DIFF V3, matched scale",
     "wider": "wider Transformer",
+    "attention": "Transformer, attention alone trained",
+    "lora": "Transformer, adapters trained (LoRA)",
+    "dex": "DEX",
     "source": "Transformer before training",
 }
 

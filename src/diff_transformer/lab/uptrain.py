@@ -1,22 +1,23 @@
 """``compare --from``: the models that go on from one pretrained Transformer, which start with its logits.
 
-Side "softmax" is the source itself, "diff" and "diff_v2" are what it converts to, and "wider" is the control: the
-source with as many parameters as "diff". Side "source" is measured and not trained. As all start with its logits, it is
-what was before for each of them.
+Side "softmax" is the source itself. The arms beside it are what it is made into ("diff", "diff_v2", "diff_v3", "dex"),
+the control "wider", which has as many parameters as "diff", and other ways to train it ("attention", "lora"). Side
+"source" is measured and not trained. As all start with its logits, it is every arm's starting point.
 """
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
 
-from diff_transformer.checks import first_line
+from diff_transformer.checks import first_line, require_known
 from diff_transformer.durable import replacing
 from diff_transformer.errors import UserError
-from diff_transformer.lab.sides import PAIR, SOURCE, WIDER
+from diff_transformer.lab.sides import SOURCE, WIDER
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.folder import (
     PACKAGE,
@@ -28,6 +29,7 @@ from diff_transformer.model.convert.folder import (
 )
 from diff_transformer.model.convert.from_softmax import nearest, to_differential
 from diff_transformer.model.loading import model_path, read_model, read_tokenizer
+from diff_transformer.model.parts import DEX
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.plan import check_trainable
@@ -38,6 +40,12 @@ _SHAPE = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "value_head_dim", "vocab_size", "tie_word_embeddings", "attention",
 )  # fmt: skip
+# What an arm makes of the source, and the weights that it trains; None is ``train.weights``.
+ARMS: dict[str, tuple[str, str | None]] = {
+    "diff": ("diff", None), "diff_v2": ("diff_v2", None), "diff_v3": ("diff_v3", None), DEX: (DEX, "dex"),
+    WIDER: (WIDER, None), "attention": ("softmax", "attention"), "lora": ("softmax", "lora"),
+}  # fmt: skip
+USUAL = ("diff", "diff_v2", WIDER)
 FOLDER = "initial"  # of a comparison, with a folder for each model that training starts from
 
 
@@ -59,16 +67,11 @@ class Source:
     no_control: str = ""
     dropout: tuple[str, ...] = ()
 
-    @property
-    def others(self) -> list[str]:
-        """The sides beside the pair."""
-        return [side for side in self.models if side not in PAIR]
-
     def run(self, config: RunConfig, side: str, seed: int, out: Path) -> RunConfig:
         """The run of a side and seed in the comparison ``out`` of ``config``, as ``configured`` returned it."""
         changed = {name: value for name, value in config.model.items() if self.models["softmax"].get(name) != value}
-        initial = str(self._initial(side, out))
-        train = dataclasses.replace(config.train, initial_model=initial, seed=config.train.seed + seed)
+        initial, weights = str(self._initial(side, out)), ARMS.get(side, ("", None))[1] or config.train.weights
+        train = dataclasses.replace(config.train, initial_model=initial, weights=weights, seed=config.train.seed + seed)
         return dataclasses.replace(config, model={**self.models[side], **changed}, train=train)
 
     def configured(self, config: RunConfig) -> RunConfig:
@@ -108,7 +111,7 @@ class Source:
 
     def write(self, out: Path) -> None:
         """Write the folders that training starts from, unless they are there."""
-        for side in self.models:
+        for side in dict.fromkeys(("softmax", *(ARMS[side][0] for side in self.models if side in ARMS))):
             place = self._initial(side, out)
             if place.exists():
                 continue
@@ -120,10 +123,12 @@ class Source:
                 model.config.update(dict.fromkeys(self.dropout, 0.0))
                 self._write(model, place)
             else:
-                convert_folder(self.folder, place, target=PACKAGE if side == "softmax" else side)
+                without_dropout = side == DEX and self.dropout
+                source = self._initial("softmax", out) if without_dropout else self.folder
+                convert_folder(source, place, target=PACKAGE if side == "softmax" else side)
 
     def _initial(self, side: str, out: Path) -> Path:
-        side = "softmax" if side == SOURCE else side
+        side = "softmax" if side == SOURCE else ARMS.get(side, (side,))[0]
         kept = side == "softmax" and self.origin in (PACKAGE, None) and not self.dropout
         return self.folder if kept else out.resolve() / FOLDER / side
 
@@ -133,13 +138,18 @@ class Source:
             carry_over(self.folder, folder)
 
 
-def read_source(name: str | Path) -> Source:
+def read_source(name: str | Path, arms: Sequence[str] = USUAL) -> Source:
     """The model in a folder, or of a name on the hub that is cached or can be downloaded, to go on from.
+
+    Args:
+        arms: what is trained beside it, of ``ARMS``.
 
     Raises:
         FileNotFoundError: if there is none.
         ValueError: for GGUF, quantised weights, a folder without a tokenizer, or a model that cannot be differential.
     """
+    for arm in arms:
+        require_known("arm", arm, ARMS)
     folder = _folder(name)
     read_tokenizer(str(folder))
     softmax, dropout = package_config(folder), ()
@@ -149,15 +159,19 @@ def read_source(name: str | Path) -> Source:
         check_trainable(folder, model)
         softmax = nearest(model.config)
         dropout = tuple(name for name in ATTENTION_DROPOUT if getattr(model.config, name, 0))
-    models: dict[str, Any] = {
-        "softmax": softmax,
-        **{kind: to_differential(softmax, kind).config for kind in ("diff", "diff_v2")},
-    }
-    try:
-        made = wider(model)
-        models[WIDER], no_control = _with_heads_of(softmax, made.config), ""
-    except ValueError as error:
-        no_control = first_line(error)
+    models: dict[str, Any] = {"softmax": softmax}
+    no_control = ""
+    for arm in arms:
+        made = ARMS[arm][0]
+        if made == WIDER:
+            try:
+                models[arm] = _with_heads_of(softmax, wider(model).config)
+            except ValueError as error:
+                no_control = first_line(error)
+        elif made == DEX:  # it keeps the source's class
+            models[arm] = nearest(model.config)
+        else:
+            models[arm] = softmax if made == "softmax" else to_differential(softmax, made).config
     models[SOURCE] = softmax
     fields = {side: _fields(config) for side, config in models.items()}
     return Source(folder, origin, fields, no_control, dropout)

@@ -203,6 +203,24 @@ def hallucination(rows: Rows, sides: Sides) -> list[Panel]:
     return [Panel("Free of hallucination", rows["hallucination"], "score", "set")]
 
 
+@figure("anatomy", "The anatomy of heads", "", "anatomy",
+        "Of every head on held-out text, mean over the heads of a layer; importance is the gradient of the loss by a "
+        "factor on the head.")  # fmt: skip
+def anatomy(rows: Rows, sides: Sides) -> list[Panel]:
+    frame = rows["anatomy"]
+    titles = {
+        "negative_mass": "Negative attention, share", "sink": "Attention on the first token, share",
+        "keys": "Effective keys", "distance": "Distance of heads' maps", "cka": "CKA of heads' outputs",
+        "importance": "Importance",
+    }  # fmt: skip
+    shown = {name: title for name, title in titles.items() if frame[name].notna().any()}
+    key = ["side", "seed", "example", "layer"]
+    means = frame.groupby(key, as_index=False)[list(shown)].mean()
+    return [
+        Panel(f"{title}, by layer", means.dropna(subset=[n]), n, "layer", joined=True) for n, title in shown.items()
+    ]
+
+
 @figure("gradient_flow", "Gradient magnitudes", "Appendix F", "gradient_flow",
         "Root mean square of the loss's gradient in each projection, mean over layers: of the trained model, of a new "
         "DIFF and of its Transformer.")  # fmt: skip

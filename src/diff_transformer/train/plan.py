@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import first_line, listed
+from diff_transformer.checks import first_line, listed, require_extra
 from diff_transformer.errors import UserError
 from diff_transformer.train.config import RunConfig, checked_model
 
@@ -45,6 +45,8 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     strategy = _strategy(config, world)
     source = None if config.train.initial_model is None else model_folder(config.train.initial_model)
     vocabulary_size(config)
+    if config.train.weights == "lora":
+        require_extra("inference", "train.weights=lora", "peft")
     if source is None:
         model: Any = DiffTransformerConfig(**config.model)
     else:

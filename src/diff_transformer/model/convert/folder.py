@@ -22,7 +22,7 @@ from diff_transformer.model.convert.from_softmax import to_differential
 from diff_transformer.model.differentiate import KINDS, check_start, differentiate
 from diff_transformer.model.loading import DTYPES, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
-from diff_transformer.model.parts import read
+from diff_transformer.model.parts import DEX, read
 
 PACKAGE = "diff-transformer"
 _CARRIED = (
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, Layout] = {
     "diffllama": Layout("Hugging Face DiffLlama", ("diffllama",), diffllama),
     "motif": Layout("Motif-2.6B or Motif-2-12.7B", ("motif",), motif),
 }
-TARGETS = (PACKAGE, "llama", "diffllama", *KINDS)
+TARGETS = (PACKAGE, "llama", "diffllama", *KINDS)  # of ``convert_model``; a folder also takes DEX
 
 
 def convert_model(
@@ -103,7 +103,7 @@ def convert_folder(
         source: folder with safetensors and the model's settings.
         out: new folder for the converted model.
         target: layout to write; or "diff", "diff_v2" or "diff_v3", which make a softmax model differential with equal
-            logits. A decoder that no layout holds then keeps its class (``differentiate``).
+            logits. A decoder that no layout holds then keeps its class (``differentiate``). With "dex" every one does.
         dtype: dtype of the written tensors except lambda vectors: "float32", "bfloat16" or "float16"; None keeps that
             of the source.
         lambda_init: initial lambda with ``target`` "diff", between 0 and 1.
@@ -116,7 +116,7 @@ def convert_folder(
             ``out`` that is not empty.
     """
     source, out = Path(source), Path(out)
-    require_known("target", target, TARGETS)
+    require_known("target", target, (*TARGETS, DEX))
     if target in KINDS:
         check_start(target, lambda_init)
     if dtype is not None:
@@ -126,7 +126,7 @@ def convert_folder(
     if out.is_file() or (out.exists() and any(out.iterdir())):
         raise UserError(f"{out} exists already; choose a new folder")
     layout, settings = layout_of(source)
-    in_place = target in KINDS and package_config(source) is None
+    in_place = target == DEX or (target in KINDS and package_config(source) is None)
     if layout is None and not in_place:
         if settings.get("differential") is not None:
             raise UserError(f"{source} was made differential in place; it stays a {settings['model_type']!r} model")
