@@ -33,10 +33,10 @@ def convert(
     """
     from diff_transformer.checks import require_known
     from diff_transformer.model.convert import convert_folder
-    from diff_transformer.model.convert.folder import TARGETS, layout_of
+    from diff_transformer.model.convert.folder import FOLDER_TARGETS, layout_of
 
     quiet()
-    require_known("target", target, TARGETS)
+    require_known("target", target, FOLDER_TARGETS)
     layout, settings = layout_of(source)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
     print(f"{source}: {layout or settings.get('model_type')}, {size:.2f} GB; to {target}, in {out}")

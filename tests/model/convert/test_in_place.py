@@ -62,6 +62,9 @@ def test_the_command(saved, tmp_path):
     out = cli("convert", saved("Qwen3"), "--to", "diff_v2", "--out", tmp_path / "out")
     assert out.returncode == 0, out.stderr
     assert out.stdout.splitlines()[-1] == f"model: {tmp_path / 'out'}"
+    out = cli("convert", saved("Llama"), "--to", "dex", "--out", tmp_path / "dex")
+    assert out.returncode == 0, out.stderr
+    assert diff_transformer.fold(AutoModelForCausalLM.from_pretrained(tmp_path / "dex")).config.model_type == "llama"
 
 
 def refused(folder, message, target="diff_v2", error=ValueError, **options):

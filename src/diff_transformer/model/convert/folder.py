@@ -46,7 +46,8 @@ LAYOUTS: dict[str, Layout] = {
     "diffllama": Layout("Hugging Face DiffLlama", ("diffllama",), diffllama),
     "motif": Layout("Motif-2.6B or Motif-2-12.7B", ("motif",), motif),
 }
-TARGETS = (PACKAGE, "llama", "diffllama", *KINDS)  # of ``convert_model``; a folder also takes DEX
+TARGETS = (PACKAGE, "llama", "diffllama", *KINDS)  # of ``convert_model``
+FOLDER_TARGETS = (*TARGETS, DEX)
 
 
 def convert_model(
@@ -116,7 +117,7 @@ def convert_folder(
             ``out`` that is not empty.
     """
     source, out = Path(source), Path(out)
-    require_known("target", target, (*TARGETS, DEX))
+    require_known("target", target, FOLDER_TARGETS)
     if target in KINDS:
         check_start(target, lambda_init)
     if dtype is not None:
