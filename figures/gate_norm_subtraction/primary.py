@@ -11,7 +11,8 @@ import numpy as np
 import pandas as pd
 from scipy.stats import binomtest, bootstrap
 
-from diff_transformer.lab.quantities import GOAL, QUANTITIES
+from diff_transformer.lab.per_example import GOAL
+from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.lab.rows import read_rows
 from diff_transformer.lab.sides import name_of
 from diff_transformer.lab.stats import holm

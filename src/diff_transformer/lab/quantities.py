@@ -12,13 +12,27 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 import diff_transformer.lab.paper as paper
+from diff_transformer.lab.per_example import (
+    cost_of_bits,
+    importance_gini,
+    last_step,
+    late_loss,
+    loss_up_to,
+    many_orders,
+    orders,
+    over_heads,
+    over_layers,
+    steps_to_goal,
+    times_the_length,
+    trained_length,
+    where,
+    whole_length,
+)
 from diff_transformer.lab.rows import KEYS, TABLES, UNIT, Rows
 from diff_transformer.lab.stats import Average, Pairs, Reduce, average
 
 if TYPE_CHECKING:
     import pandas as pd
-
-GOAL = 0.9  # accuracy of recall whose first step is an outcome
 
 
 # ---- from scores [..., examples, columns] to numbers [...]
@@ -160,134 +174,6 @@ class Quantity:
         return self.untested(rows, other) if self.untested else ""
 
 
-# ---- from the rows of an experiment to one row an example
-
-
-def _last_step(frame: "pd.DataFrame") -> "pd.DataFrame":
-    last = frame.dropna(subset=["loss"]).sort_values("step", kind="stable").groupby(["side", "seed"]).tail(1)
-    return last.assign(example=0)
-
-
-def loss_up_to(position: float) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """For each document, its mean loss over the first ``position`` tokens; none where no bin ends there."""
-
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        frame = frame[frame["end"] <= position] if (frame["end"] == position).any() else frame[:0]
-        sums = frame.groupby(list(UNIT), sort=False)[["sum", "count"]].sum().reset_index()
-        return sums.assign(loss=sums["sum"] / sums["count"])
-
-    return of
-
-
-def _whole_length(frame: "pd.DataFrame") -> "pd.DataFrame":
-    return loss_up_to(frame["end"].max())(frame)
-
-
-def _cost_of_bits(bits: int, column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """For each row of text, its loss with logits of so many bits minus that with the most."""
-
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        wide = frame.pivot_table(index=list(UNIT), columns="bits", values=column, sort=False)
-        return wide.assign(cost=wide[bits] - wide[max(wide)] if bits in wide else np.nan).reset_index()
-
-    return of
-
-
-def _trained_length(frame: "pd.DataFrame") -> "pd.DataFrame":
-    return _times_the_length(1)(frame)
-
-
-def _times_the_length(times: int) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        frame = frame.assign(share=frame["hits"] / frame["questions"])
-        lengths = sorted(frame["length"].unique())
-        place = times.bit_length() - 1  # rows have 1, 2 and 4 times the length
-        return frame[frame["length"] == lengths[place]] if place < len(lengths) else frame[:0]
-
-    return of
-
-
-def _where(**values: object) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """The rows whose columns have these values."""
-
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        for column, value in values.items():
-            frame = frame[frame[column] == value]
-        return frame
-
-    return of
-
-
-def _orders(order: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """The score of each question under each order of the examples, at the largest number of them."""
-
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        frame = frame[frame["order"] == order]
-        frame = frame[frame["shots"] == frame.groupby(["side", "seed"])["shots"].transform("max")]
-        wide = frame.pivot_table(index=list(UNIT), columns="order_seed", values="score", sort=False)
-        return wide.set_axis([f"order {seed}" for seed in wide], axis=1).reset_index()
-
-    return of
-
-
-def _many_orders(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """The mean score of each question over its random orders."""
-    wide = _orders("random")(frame)
-    return wide[list(UNIT)].assign(score=wide.drop(columns=list(UNIT)).mean(axis=1))
-
-
-def _steps_to_goal(frame: "pd.DataFrame") -> "pd.DataFrame":
-    return frame.groupby(["setting", "side", "seed"], sort=False, group_keys=True).apply(_first_step).reset_index()
-
-
-def _first_step(curve: "pd.DataFrame") -> "pd.Series":
-    """The step at which accuracy first reaches ``GOAL``, on a straight line between two points; else the last step."""
-    import pandas as pd
-
-    steps, accuracy = curve["step"].to_numpy(float), curve["accuracy"].to_numpy(float)
-    at = steps[0] if accuracy[0] >= GOAL else steps[-1]
-    for place in range(1, len(steps) if accuracy[0] < GOAL else 0):
-        if accuracy[place] >= GOAL:
-            low, high = accuracy[place - 1 : place + 1]
-            at = steps[place - 1] + (steps[place] - steps[place - 1]) * (GOAL - low) / (high - low)
-            break
-    return pd.Series({"data_seed": 0, "example": 0, "steps": at, "log2": np.log2(at) if at > 0 else np.nan})
-
-
-def _late_loss(*names: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """The training loss of sources of the mixture over their last 8 points, and the mean over the sources."""
-
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        frame = frame[frame["source"].isin(names)]
-        last = frame.groupby(["setting", "side", "seed", "source"], sort=False).tail(8)
-        means = last.groupby(["setting", "side", "seed", "source"], sort=False)["loss"].mean().reset_index()
-        both = means.groupby(["setting", "side", "seed"], sort=False)["loss"].agg(["mean", "size"]).reset_index()
-        kept = both[both["size"] == len(names)]
-        return kept.assign(data_seed=0, example=0, loss=kept["mean"])
-
-    return of
-
-
-def _over_heads(column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """The mean of a column over the heads of all layers, for each row of text."""
-
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        return frame.groupby(list(UNIT), sort=False)[column].mean().reset_index()
-
-    return of
-
-
-def _importance_gini(frame: "pd.DataFrame") -> "pd.DataFrame":
-    """The Gini index of the importance of all heads, for each row of text: 0 if all matter alike."""
-
-    def gini(values: "pd.Series") -> float:
-        ordered = np.sort(values.to_numpy(float))
-        ranks = np.arange(1, len(ordered) + 1)
-        return float(2 * (ranks * ordered).sum() / (len(ordered) * ordered.sum()) - (len(ordered) + 1) / len(ordered))
-
-    return frame.groupby(list(UNIT), sort=False)["importance"].agg(gini).reset_index()
-
-
 # ---- what a Transformer cannot test
 
 
@@ -311,7 +197,7 @@ def needle(n: int, r: int) -> Quantity:
     """The accuracy of ``r`` of ``n`` needles."""
     name = "1 needle" if n == 1 else f"{n} needles, {r} asked for"
     return Quantity(
-        f"needle_n{n}_r{r}", name, "accuracy", "higher", "needle", ("score",), of=_where(n=n, r=r),
+        f"needle_n{n}_r{r}", name, "accuracy", "higher", "needle", ("score",), of=where(n=n, r=r),
         claim="One needle is found as well (within 0.05)" if n == 1 else f"{name}: more of them found",
         paper=paper.needles((n, r)), source="Table 2", figure="needles", margin=0.05 if n == 1 else 0.0,
         untested=_finds_few if n == 1 else None,
@@ -344,7 +230,7 @@ def _of_model(id: str, name: str, unit: str = "", computed: bool = True) -> Quan
 def _order(kind: str, words: str) -> Quantity:
     return Quantity(
         f"order_{kind}", f"best minus worst order ({words})", "best minus worst", "lower", "many_shot", (),
-        of=_orders(kind), reduce=best_minus_worst, claim=f"Less depends on the order of the examples ({words})",
+        of=orders(kind), reduce=best_minus_worst, claim=f"Less depends on the order of the examples ({words})",
         paper=paper.order(kind), source="Figure 7", figure="many_shot",
     )  # fmt: skip
 
@@ -352,7 +238,7 @@ def _order(kind: str, words: str) -> Quantity:
 _NEEDLES = "needle_n1_r1"  # its place in the registry is that of all cells
 _REGISTERED = [
     _loss("loss", "loss", ("loss",), "Lower language-modelling loss", "validation"),
-    Quantity("recall", "accuracy of key-value recall", "accuracy", "higher", "recall", ("share",), of=_trained_length,
+    Quantity("recall", "accuracy of key-value recall", "accuracy", "higher", "recall", ("share",), of=trained_length,
              claim="More values recalled from noise", paper=paper.needles((0, 0)).replace("(6, 2)", "needles (6, 2)"),
              source="Section 3.4", figure="recall", ours=True),
     _loss("ar_hit", "loss on AR-Hit", ("ar_hit_sum", "ar_hit_count"), "Lower loss where the context can be recalled",
@@ -374,16 +260,16 @@ _REGISTERED = [
     Quantity("throughput_forward", "forward", "tokens/s", "", "throughput", ("forward_tokens_per_second",),
              reduce=median, relative=True),
     Quantity("long_nll", "loss over the whole length", "nats a token", "lower", "long_nll", ("loss",),
-             of=_whole_length, claim="Lower loss over the whole length of a document",
+             of=whole_length, claim="Lower loss over the whole length of a document",
              paper="a figure: DIFF lower throughout", source="Figure 4", figure="long_nll"),
     *(Quantity(f"nll{n}", f"loss over {n} tokens", "nats a token", "lower", "long_nll", ("loss",), of=loss_up_to(n))
       for n in (128, 256, 512)),
     Quantity("four_bits", "loss that 4-bit logits cost", "nats a token", "lower", "quantization", ("cost",),
-             of=_cost_of_bits(4, "loss"), claim="Attention logits of 4 bits cost less",
+             of=cost_of_bits(4, "loss"), claim="Attention logits of 4 bits cost less",
              paper="a figure: 4-bit DIFF as good as 6-bit Transformer", source="Figure 8", figure="quantization"),
     Quantity("six_bits", "loss that 6-bit logits cost", "nats a token", "lower", "quantization", ("cost",),
-             of=_cost_of_bits(6, "loss")),
-    Quantity("many_shot", "many-shot accuracy", "accuracy", "higher", "many_shot", ("score",), of=_many_orders,
+             of=cost_of_bits(6, "loss")),
+    Quantity("many_shot", "many-shot accuracy", "accuracy", "higher", "many_shot", ("score",), of=many_orders,
              claim="More right answers from many examples", paper=paper.shots(), source="Figure 6",
              figure="many_shot"),
     _order("random", "drawn at random"),
@@ -391,28 +277,28 @@ _REGISTERED = [
     Quantity("hallucination", "outputs free of hallucination", "accuracy", "higher", "hallucination", ("score",),
              claim="More outputs free of hallucination", paper=paper.hallucination(), source="Table 4",
              figure="hallucination"),
-    Quantity("validation_loss", "validation loss", "nats a token", "lower", "validation", ("loss",), of=_last_step,
+    Quantity("validation_loss", "validation loss", "nats a token", "lower", "validation", ("loss",), of=last_step,
              source="Figure 3", figure="losses"),
     *(Quantity(f"{name}_loss", f"training loss on {name}", "nats a token", "lower", "sources", ("loss",),
-               of=_late_loss(name)) for name in ("text", "needles")),
-    Quantity("objective", "objective", "nats a token", "lower", "sources", ("loss",), of=_late_loss("text", "needles")),
+               of=late_loss(name)) for name in ("text", "needles")),
+    Quantity("objective", "objective", "nats a token", "lower", "sources", ("loss",), of=late_loss("text", "needles")),
     Quantity("steps_to_goal", "steps to 0.9, log2", "log2 of steps", "lower", "recall_curve", ("log2",),
-             of=_steps_to_goal),
+             of=steps_to_goal),
     *(Quantity(f"recall_{n}x", f"recall at {n} times the length", "accuracy", "higher", "recall", ("share",),
-               of=_times_the_length(n)) for n in (2, 4)),
+               of=times_the_length(n)) for n in (2, 4)),
     Quantity("recall_first_question", "accuracy on the first question", "", "higher", "recall_first", ("right",)),
     Quantity("recall_answer", "attention on the answer", "", "higher", "recall_first", ("answer",)),
     Quantity("recall_noise", "attention on the noise", "", "lower", "recall_first", ("noise",)),
     *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))
       for key, words in (("median", "median"), ("largest", "largest"))),
     Quantity("gradient_spikes", "gradient spikes", "", "", "gradients", ("spikes",)),
-    *(Quantity(f"anatomy_{column}", words, unit, "", "anatomy", (column,), of=_over_heads(column))
+    *(Quantity(f"anatomy_{column}", words, unit, "", "anatomy", (column,), of=over_heads(column))
       for column, words, unit in (
           ("negative_mass", "negative attention", "share"), ("sink", "attention on the first token", "share"),
           ("keys", "effective keys of a head", ""), ("distance", "distance of heads' maps", ""),
           ("cka", "CKA of heads' outputs", ""))),
     Quantity("anatomy_gini", "Gini index of heads' importance", "", "", "anatomy", ("importance",),
-             of=_importance_gini),
+             of=importance_gini),
     _of_model("parameters", "parameters"),
     _of_model("flops_per_token", "FLOPs a token"),
     _of_model("kv_bytes_per_token", "cache a token", "B"),
@@ -438,26 +324,26 @@ def further(rows: Rows) -> list[Quantity]:
     scaling, and of experiments that are not of this package."""
     made = [
         Quantity(f"harness_{task}_{shots:.0f}", f"{task}, {shots:.0f} shots", "accuracy", "", "harness", ("score",),
-                 of=_where(task=task, shots=shots))
+                 of=where(task=task, shots=shots))
         for task, shots in rows["harness"][["task", "shots"]].drop_duplicates().itertuples(index=False)
     ]  # fmt: skip
     made += [
         Quantity(f"ruler_{task}_{length:.0f}", f"RULER {task}, {length:.0f} tokens", "accuracy", "", "ruler",
-                 ("score",), of=_where(task=task, length=length))
+                 ("score",), of=where(task=task, length=length))
         for task, length in rows["ruler"][["task", "length"]].drop_duplicates().itertuples(index=False)
     ]  # fmt: skip
     made += [
         Quantity(f"hallucination_{name}", f"free of hallucination, {name}", "accuracy", "", "hallucination",
-                 ("score",), of=_where(set=name))
+                 ("score",), of=where(set=name))
         for name in rows["hallucination"]["set"].unique()
     ]  # fmt: skip
     made += [
         Quantity(f"gradient_{state}_{part}", f"gradient of {part} ({state})", "root mean square", "", "gradient_flow",
-                 ("rms",), of=_over_layers(state, part))
+                 ("rms",), of=over_layers(state, part))
         for state, part in rows["gradient_flow"][["state", "part"]].drop_duplicates().itertuples(index=False)
     ]  # fmt: skip
     made += [
-        Quantity(f"scaling_{fit}_{column}", words.format(fit), "", "", "scaling", (column,), of=_where(fit=fit),
+        Quantity(f"scaling_{fit}_{column}", words.format(fit), "", "", "scaling", (column,), of=where(fit=fit),
                  ends=(f"{column}_low", f"{column}_high"))
         for fit in rows["scaling"]["fit"].unique()
         for column, words in (("exponent", "exponent of loss against {}"), ("ratio", "{} for equal loss, ratio"))
@@ -470,13 +356,6 @@ def further(rows: Rows) -> list[Quantity]:
         for column in numbers_of(name, rows)
     ]
     return made
-
-
-def _over_layers(state: str, part: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        return _where(state=state, part=part)(frame).groupby(list(UNIT), sort=False)["rms"].mean().reset_index()
-
-    return of
 
 
 def registered(rows: Rows) -> list[Quantity]:

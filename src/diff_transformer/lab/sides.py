@@ -6,7 +6,7 @@ PAIR = ("diff", "softmax")
 BASELINE = "softmax"
 CONTROL = "softmax_norm"  # what the head norm gives without the subtraction
 WIDER = "wider"  # of a pretrained Transformer: what more parameters give
-CONTROLS = (CONTROL, WIDER)
+CONTROLS = (CONTROL, WIDER, "attention", "lora")  # the last: other ways to train a pretrained Transformer
 SOURCE = "source"  # a pretrained Transformer before anything is trained
 NAMES = {
     "diff": "DIFF",
