@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 READY := $(VENV)/.ready
 OUT ?= runs/demo
 # On two cores: tests wait for processes and clocks a fifth of the time.
@@ -11,7 +12,7 @@ export HF_HUB_OFFLINE ?= 1
 
 .PHONY: demo test test-vllm test-engines gpu-dry gpu-cache slow faults floors compile-check docs lint format figures env clean
 
-demo: $(READY)  ## train the matched pair on real text, measure both, write the report
+demo: $(DEMO)  ## train the matched pair on real text, measure both, write the report
 	$(BIN)/diff-transformer compare --recipe demo --out $(OUT) $(ARGS)
 
 test: $(READY)  ## the test suite, without the slow tests
@@ -102,11 +103,20 @@ format: $(READY)
 env: $(READY)
 
 KERNEL := setup.py $(wildcard src/diff_transformer/ops/cpu/*.cpp src/diff_transformer/ops/cpu/*.h)
-$(READY): pyproject.toml constraints.txt $(KERNEL)
-	$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), f'Python 3.11 or newer is needed, not {sys.version.split()[0]}: make PYTHON=python3.12'"
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
-	touch $(READY)
+NEEDED := pyproject.toml constraints.txt $(KERNEL)
+define install
+$(PYTHON) -c "import sys; assert sys.version_info >= (3, 11), f'Python 3.11 or newer is needed, not {sys.version.split()[0]}: make PYTHON=python3.12'"
+$(PYTHON) -m venv $(VENV)
+$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[$(1)]"
+endef
+
+$(DEMO): $(NEEDED)
+	$(call install,train)
+	touch $@
+
+$(READY): $(NEEDED)
+	$(call install,dev)
+	touch $(DEMO) $@
 
 clean:
 	rm -rf $(VENV) $(VLLM_VENV) $(GPU_VENV) build

@@ -41,7 +41,7 @@ def corpus(tmp_path_factory):
 def test_import_loads_nothing_heavy():
     code = (
         "import sys, time; t = time.process_time(); import diff_transformer; t = time.process_time() - t;"
-        "print(t, [m for m in ('torch', 'transformers', 'numpy', 'lightning') if m in sys.modules])"
+        "print(t, [m for m in ('torch', 'transformers', 'numpy', 'lightning_fabric') if m in sys.modules])"
     )
     seconds, loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout.split(" ", 1)
     assert loaded.strip() == "[]"
@@ -53,7 +53,7 @@ def test_help_loads_neither_torch_nor_transformers():
         "import sys; sys.argv = ['diff-transformer', '--help']\n"
         "from diff_transformer.cli import main\n"
         "try: main()\nexcept SystemExit: pass\n"
-        "print([m for m in ('torch', 'transformers', 'lightning') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'lightning_fabric') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
     assert "compare" in out

@@ -22,10 +22,10 @@ ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PACKAGE = ROOT / "src" / "diff_transformer"
 SOURCES = [p for p in PACKAGE.rglob("*") if p.suffix in (".py", ".cpp", ".h", ".css", ".js", ".html", ".typed")]
-TRAINING = "training needs lightning and tensorboard; install with: pip install 'diff-transformer[train]'"
+TRAINING = "training needs lightning_fabric and tensorboard; install with: pip install 'diff-transformer[train]'"
 CORE_ONLY = (  # as if no extra were installed
     "import sys\n"
-    "for name in ('lightning', 'tensorboard', 'matplotlib', 'scipy', 'vl_convert'): sys.modules[name] = None\n"
+    "for name in ('lightning_fabric', 'tensorboard', 'matplotlib', 'scipy', 'vl_convert'): sys.modules[name] = None\n"
 )
 
 
@@ -60,7 +60,10 @@ def test_a_layer_a_model_and_an_experiment_do_without_extras(tmp_path):
 @pytest.mark.parametrize(
     ("command", "packages", "said"),
     [
-        *((command, ("lightning", "tensorboard"), TRAINING) for command in ("train", "compare", "study ablation")),
+        *(
+            (command, ("lightning_fabric", "tensorboard"), TRAINING)
+            for command in ("train", "compare", "study ablation")
+        ),
         ("eval scaling --set runs=runs.csv", ("scipy",), "a fit of scaling laws needs scipy; install with: "),
     ],
 )

@@ -16,7 +16,7 @@ from prose.plan import LEARNING_RATES as PROSE_RATES
 from prose.plan import base, final_loss
 from recall.plan import CENTRE, LEARNING_RATES, setting, shortfall
 
-from diff_transformer.lab.spec import RECALL
+from diff_transformer.lab.rows import RECALL
 from diff_transformer.lab.stages import SWEPT, Stage
 
 SETTINGS = ("p8_n2", "p8_n4")

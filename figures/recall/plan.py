@@ -12,7 +12,7 @@ from typing import Any
 
 from diff_transformer.lab.recipes.recall import MATCHED, NOISE_SYMBOLS, OWN_SCALE, recall
 from diff_transformer.lab.record import Record
-from diff_transformer.lab.spec import RECALL
+from diff_transformer.lab.rows import RECALL
 from diff_transformer.lab.stages import SWEPT, Stage
 from diff_transformer.train.config import RunConfig
 

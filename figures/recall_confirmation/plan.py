@@ -10,7 +10,7 @@ from pathlib import Path
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from recall.plan import CHOSEN, SIDES, setting
 
-from diff_transformer.lab.spec import RECALL
+from diff_transformer.lab.rows import RECALL
 from diff_transformer.lab.stages import Stage
 
 # The settings that tell the accuracies of the pair apart, on seeds that no choice of the recall study has seen.

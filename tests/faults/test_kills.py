@@ -22,10 +22,11 @@ from killed_runs import (
 )
 
 from diff_transformer.lab import worker
-from diff_transformer.lab.compare import compare, read_comparison
+from diff_transformer.lab.compare import compare
 from diff_transformer.lab.pool import LOG, LocalProcesses
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_run
+from diff_transformer.lab.results import read_comparison
 from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.stages import SWEPT, Stage
 from diff_transformer.lab.study import run_study

@@ -16,10 +16,11 @@ from tiny_models import save_tiny_model
 from transformers import AutoModelForCausalLM
 
 from diff_transformer.errors import UserError
-from diff_transformer.lab.compare import compare, measure_speed, read_comparison
+from diff_transformer.lab.compare import compare, measure_speed
 from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
+from diff_transformer.lab.results import read_comparison
 from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.report import write_report

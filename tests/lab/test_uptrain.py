@@ -19,9 +19,10 @@ from transformers import (
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.errors import UserError
-from diff_transformer.lab.compare import compare, read_comparison
+from diff_transformer.lab.compare import compare
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import records_of
+from diff_transformer.lab.results import read_comparison
 from diff_transformer.lab.rows import finished
 from diff_transformer.lab.uptrain import read_source
 from diff_transformer.lab.worker import run

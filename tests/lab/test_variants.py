@@ -5,8 +5,9 @@ from typer.testing import CliRunner
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.cli import app
-from diff_transformer.lab.compare import compare, comparison_specs, read_comparison
+from diff_transformer.lab.compare import compare, comparison_specs
 from diff_transformer.lab.recipes import RECIPES, recipe
+from diff_transformer.lab.results import read_comparison
 from diff_transformer.lab.spec import side_model
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.matching import VARIANTS

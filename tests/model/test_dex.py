@@ -11,7 +11,8 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from diff_transformer import differentiate, fold, lambda_init
 from diff_transformer.errors import UserError
-from diff_transformer.model.dex import DexCallback, extensions, heads_by_entropy, set_progress, trained_by_dex
+from diff_transformer.model.dex import extensions, heads_by_entropy, set_progress, trained_by_dex
+from diff_transformer.model.dex_trainer import DexCallback
 from diff_transformer.model.parts import read
 
 NAMES = ["Llama", "Qwen3", "Gemma 3 (text)", "GPT-NeoX, Pythia", "GPT-2"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from diff_transformer import DiffTransformerForCausalLM

@@ -117,7 +117,7 @@ def training():
     """``computing``, for commands that train. Raises RuntimeError if the extra ``train`` is not installed."""
     from diff_transformer.checks import require_extra
 
-    require_extra("train", "training", "lightning", "tensorboard")
+    require_extra("train", "training", "lightning_fabric", "tensorboard")
     computing()
 
 

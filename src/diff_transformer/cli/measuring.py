@@ -174,7 +174,7 @@ def report(
     from rich.console import Console
 
     from diff_transformer.checks import require_known
-    from diff_transformer.lab.compare import read_results
+    from diff_transformer.lab.results import read_results
     from diff_transformer.report.page import judged, terminal_table, write_picture, write_report
     from diff_transformer.report.tables import markdown
 

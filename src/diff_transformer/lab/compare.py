@@ -26,11 +26,10 @@ from diff_transformer.lab.announce import announced_runs
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.recipes.recall import recall_run
-from diff_transformer.lab.rows import CURVES, ENDING, Rows, finished, read_file, read_rows, row, rows_of, write_rows
+from diff_transformer.lab.results import ABOUT, REQUEST, SPEED, read_comparison
+from diff_transformer.lab.rows import EXPLORER, RECALL, Rows, finished, read_file, row, rows_of, write_rows
 from diff_transformer.lab.sides import PAIR, SOURCE, in_order
 from diff_transformer.lab.spec import (
-    EXPLORER,
-    RECALL,
     RunSpec,
     check_folders,
     everything,
@@ -45,8 +44,6 @@ from diff_transformer.train.config import RunConfig, override
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.run_folder import locked
 
-REQUEST = "compare.json"  # of a comparison's folder: seeds and configuration
-ABOUT, SPEED = f"comparison{ENDING}", f"throughput{ENDING}"
 ROWS_OF_TEXT = {"quantization": "rows", "gradient_flow": "samples"}  # experiments on held-out rows, and their number
 
 
@@ -193,40 +190,6 @@ def _report(out: Path, console: Console) -> Verdicts:
         console.print(terminal_table(verdicts, ours))
     console.print(f"report: {page}\nmodels: {out}/members/*/run/model", soft_wrap=True)
     return verdicts
-
-
-def read_results(*sources: Path) -> Rows:
-    """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them."""
-    below = {source: sorted(path.parent for path in source.rglob(REQUEST)) for source in sources if source.is_dir()}
-    comparisons = list(dict.fromkeys(folder for folders in below.values() for folder in folders))
-    others = [source for source in sources if not below.get(source)]
-    rows = read_rows(*others) if others or not comparisons else Rows()
-    for folder in comparisons:
-        found = read_comparison(folder)
-        if len(comparisons) > 1:  # each is a setting of its own
-            found.frames = {
-                name: frame.assign(setting=frame["setting"].where(frame["setting"] == "", folder.name))
-                for name, frame in found.frames.items()
-            }
-        rows = rows.joined(found)
-    return rows
-
-
-def read_comparison(out: Path) -> Rows:
-    """The rows of a comparison; of the small models of recall, what they recall and their attention maps alone."""
-    rows = read_rows(*(path for name in ("members", "recall") for path in sorted((out / name).glob(f"*/*{ENDING}"))))
-    small = rows.only(setting=RECALL)
-    main = rows.only(setting=[name for name in rows.settings if name != RECALL])
-    setting = next(iter(main.settings), RECALL)
-    small.frames = {
-        name: frame.assign(setting=setting)
-        for name, frame in small.frames.items()
-        if name == EXPLORER or (name.startswith(RECALL) or name not in (*CURVES, "gradients", "model", "about"))
-    }
-    if len(small[f"{RECALL}_curve"]):  # not that of a main run whose mixture has recall
-        main.frames.pop(f"{RECALL}_curve", None)
-    more = [path for path in (out / ABOUT, out / SPEED) if path.exists()]
-    return main.joined(small).joined(Rows(each for path in more for each in read_file(path)))
 
 
 def measure_speed(config: RunConfig, out: Path, sides: Sequence[str], console: Console) -> None:

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 FILE = "rows.jsonl.gz"  # of a finished run, in its folder
 REQUEST = "request.json"  # its ``RunSpec``
 ENDING = ".jsonl.gz"
+RECALL = "recall"  # key-value recall as in training, for runs whose mixture has it
+EXPLORER = "explorer"  # attention maps for the report
 MODEL = ("setting", "side", "seed")
 KEYS = (*MODEL, "data_seed", "experiment", "example")
 UNIT = (*MODEL, "data_seed", "example")  # one example of an experiment
@@ -152,8 +154,10 @@ class Rows:
 
     def about(self, of: str, **where: Any) -> dict[str, Any]:
         """The settings of the run ("run", "training"), or of an experiment; the first value of each."""
-        frame = self.only(**where)["about"]
-        frame = frame[frame["of"] == of].drop_duplicates("key")
+        frame = self["about"]
+        for column, value in {"of": of, **where}.items():
+            frame = frame[frame[column] == value]
+        frame = frame.drop_duplicates("key")
         return dict(zip(frame["key"], frame["value"], strict=True))
 
     def __len__(self) -> int:

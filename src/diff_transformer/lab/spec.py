@@ -18,8 +18,6 @@ from diff_transformer.model.matching import variant, variant_fields
 from diff_transformer.train.config import RunConfig
 
 PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of every comparison; see ``lab/worker.py``
-RECALL = "recall"  # key-value recall as in training, for runs whose mixture has it
-EXPLORER = "explorer"  # attention maps for the report
 _SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
 
 

@@ -23,9 +23,9 @@ from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
 from diff_transformer.lab.record import Record, load_run
-from diff_transformer.lab.rows import ENDING, FILE, read_file, row, write_rows
+from diff_transformer.lab.rows import ENDING, EXPLORER, FILE, RECALL, read_file, row, write_rows
 from diff_transformer.lab.sides import SOURCE
-from diff_transformer.lab.spec import EXPLORER, PAIR_EVALS, RECALL, RunSpec
+from diff_transformer.lab.spec import PAIR_EVALS, RunSpec
 from diff_transformer.memory import keep_freed_memory
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.metrics import read_metrics

@@ -21,7 +21,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import TrainerCallback
 from transformers.pytorch_utils import Conv1D
 
 from diff_transformer.errors import UserError
@@ -94,13 +93,6 @@ def set_progress(model: nn.Module, share: float) -> None:
         module.progress.fill_(share)
 
 
-class DexCallback(TrainerCallback):
-    """Lambda's schedule for the Trainer of transformers: ``Trainer(..., callbacks=[DexCallback()])``."""
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        set_progress(model, (state.global_step + 1) / state.max_steps)
-
-
 def fold(model: Any) -> Any:
     """Multiply ``I - lambda W_D`` into W_O of the chosen heads, in place: a softmax model with equal logits.
 
@@ -161,7 +153,9 @@ def heads_by_entropy(model: Any, ids: Tensor, share: float = 0.5) -> list[list[i
     """
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
-    maps = model(ids, output_attentions=True).attentions
-    model.set_attn_implementation(before)
+    try:
+        maps = model(ids, output_attentions=True).attentions
+    finally:
+        model.set_attn_implementation(before)
     entropies = [torch.special.entr(layer.float()).sum(-1).mean((0, 2)) for layer in maps]  # [n] each
     return [sorted(each.topk(max(1, round(share * len(each)))).indices.tolist()) for each in entropies]

@@ -46,7 +46,7 @@ def require_installed() -> None:
     """Raise UserError, before anything else is done, if what a page needs is missing."""
     from diff_transformer.checks import require_extra
 
-    require_extra("report", "a report", "scipy", "vl_convert", "altair", "jinja2")
+    require_extra("report", "a report", "scipy", "vl_convert", "jinja2")
 
 
 def write_report(sources: Sequence[Path | str] | Rows, out: Path | str, *, overwrite: bool = False) -> Path:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 from torch import Tensor
 
 from diff_transformer.data.mixture import IGNORED

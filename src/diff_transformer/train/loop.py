@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
+from lightning_fabric import Fabric
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.dex import set_progress

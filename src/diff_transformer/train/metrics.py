@@ -27,7 +27,7 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path, resumed_step: int, *, wandb: bool = False, settings: dict | None = None):
-        from lightning.fabric.loggers import TensorBoardLogger
+        from lightning_fabric.loggers import TensorBoardLogger
 
         self._wandb = start_wandb(folder, settings or {}) if wandb else None
         self.path = folder / FILE

@@ -11,8 +11,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from lightning.fabric import Fabric
-from lightning.fabric.strategies import DDPStrategy, ModelParallelStrategy
+from lightning_fabric import Fabric
+from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from lightning.fabric.strategies import ModelParallelStrategy
+from lightning_fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from diff_transformer.data.mixture import IGNORED

@@ -1,0 +1,42 @@
+"""The rows of a comparison, and of any results. The module is light, so that a page is made without PyTorch."""
+
+from pathlib import Path
+
+from diff_transformer.lab.rows import CURVES, ENDING, EXPLORER, RECALL, Rows, read_file, read_rows
+
+REQUEST = "compare.json"  # of a comparison's folder: seeds and configuration
+ABOUT, SPEED = f"comparison{ENDING}", f"throughput{ENDING}"
+
+
+def read_results(*sources: Path) -> Rows:
+    """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them."""
+    below = {source: sorted(path.parent for path in source.rglob(REQUEST)) for source in sources if source.is_dir()}
+    comparisons = list(dict.fromkeys(folder for folders in below.values() for folder in folders))
+    others = [source for source in sources if not below.get(source)]
+    rows = read_rows(*others) if others or not comparisons else Rows()
+    for folder in comparisons:
+        found = read_comparison(folder)
+        if len(comparisons) > 1:  # each is a setting of its own
+            found.frames = {
+                name: frame.assign(setting=frame["setting"].where(frame["setting"] == "", folder.name))
+                for name, frame in found.frames.items()
+            }
+        rows = rows.joined(found)
+    return rows
+
+
+def read_comparison(out: Path) -> Rows:
+    """The rows of a comparison; of the small models of recall, what they recall and their attention maps alone."""
+    rows = read_rows(*(path for name in ("members", "recall") for path in sorted((out / name).glob(f"*/*{ENDING}"))))
+    small = rows.only(setting=RECALL)
+    main = rows.only(setting=[name for name in rows.settings if name != RECALL])
+    setting = next(iter(main.settings), RECALL)
+    small.frames = {
+        name: frame.assign(setting=setting)
+        for name, frame in small.frames.items()
+        if name == EXPLORER or (name.startswith(RECALL) or name not in (*CURVES, "gradients", "model", "about"))
+    }
+    if len(small[f"{RECALL}_curve"]):  # not that of a main run whose mixture has recall
+        main.frames.pop(f"{RECALL}_curve", None)
+    more = [path for path in (out / ABOUT, out / SPEED) if path.exists()]
+    return main.joined(small).joined(Rows(each for path in more for each in read_file(path)))
