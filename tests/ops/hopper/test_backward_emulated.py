@@ -134,7 +134,7 @@ def test_keys_that_do_not_exist_have_no_weight(monkeypatch):
     check(x, FULL, scale=0.5)
 
 
-@pytest.mark.parametrize("seed", range(100, 500, 100))
+@pytest.mark.parametrize("seed", [100, 200])
 def test_gradients_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, seed):
     arguments, _ = problem(inputs_of("grouped keys"), CAUSAL)
     emulate(monkeypatch, seed=0)

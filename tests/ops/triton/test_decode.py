@@ -230,8 +230,8 @@ def test_the_public_function_takes_the_kernel_and_lengths(monkeypatch):
     diff_attention_decode(*x, backend="triton")
     assert taken[0] is lengths
     assert taken[1:] == [None]
-    leaves = [y.requires_grad_() for y in x]
-    diff_attention_decode(*leaves, lengths=lengths, backend="triton").sum().backward()
+    short = inputs(B=2, S=40, requires_grad=True)
+    diff_attention_decode(*short, lengths=lengths.clamp(max=40), backend="triton").sum().backward()
     assert len(taken) == 2, "a gradient is needed, which decoding does not give"
 
 

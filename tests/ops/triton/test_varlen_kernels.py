@@ -107,7 +107,7 @@ def test_is_one_launch(monkeypatch):
 def test_one_long_document_and_many_short_ones(monkeypatch):
     """Equal to the reference, in as many programs as there are rows in tiles of 32, and one more a document."""
     bounds = [0, 0, 97, *range(97, 112), 112]
-    x = packed(H=2, Hn=2, T=112, S=112)
+    x = packed(H=1, Hn=1, T=112, S=112)
     at = torch.tensor(bounds, dtype=torch.int32, device=DEVICE)
     grids = {}
 
@@ -127,5 +127,5 @@ def test_one_long_document_and_many_short_ones(monkeypatch):
         assert_within_budget(value, true)
     if DEVICE == "cpu":
         programs = 112 // 32 + len(bounds) - 1
-        assert grids["forward_kernel"] == grids["bwd_dq_kernel"] == (2 * programs,)
+        assert grids["forward_kernel"] == grids["bwd_dq_kernel"] == (programs,)
         assert grids["bwd_dkdv_kernel"] == (programs,)  # one key/value head
