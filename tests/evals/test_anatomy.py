@@ -8,8 +8,10 @@ import torch
 from numbers_of import measured
 from tiny_models import tiny_lm
 
-from diff_transformer.evals.anatomy import Settings, anatomy, linear_cka, of_attention
+from diff_transformer.evals.anatomy import Settings, anatomy, linear_cka, of_attention, run
 from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.hessian import hessian_eigenvalues
+from diff_transformer.evals.samples import ALL
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.lab.rows import Rows, row
 
@@ -105,3 +107,30 @@ def test_the_experiment_writes_a_row_for_each_head(tmp_path):
     frame = pd.DataFrame(record.rows)
     assert len(frame) == 3 * 2 * frame["head"].nunique()
     assert frame["negative_mass"].between(0, 1).all()
+
+
+class Quadratic(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.weight = torch.nn.Parameter(drawn(size))
+
+
+def test_the_eigenvalues_of_a_quadratic_loss_are_those_of_its_matrix():
+    matrix = drawn(40, 40, seed=1).double()
+    matrix = matrix + matrix.T
+    exact = torch.linalg.eigvalsh(matrix)
+    for steps, shown in ((40, slice(None)), (20, [0, -1])):
+        values = hessian_eigenvalues(Quadratic(40), lambda m: m.weight @ matrix @ m.weight / 2, steps)
+        torch.testing.assert_close(values[shown], exact[shown], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["diff", "llama"])
+def test_few_steps_reach_the_ends_of_the_spectrum(family):
+    lm, ends = tiny_lm(family, std=0.3), []
+    for steps in (24, 40):
+        result = run(lm, Settings(length=24, samples=2, hessian=steps), ALL)
+        values = {row["rank"]: row["value"] for row in result.rows if row.get("experiment") == "hessian"}
+        assert [*values] == [1, 2, 3, 4, 5, -1, -2, -3, -4, -5]
+        ends.append((values[1], values[-1]))
+    assert ends[0] == pytest.approx(ends[1], rel=1e-2)
+    assert ends[0][0] > 0 > ends[0][1]

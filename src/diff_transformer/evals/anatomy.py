@@ -12,6 +12,9 @@ of softmax attention its map.
     importance               |dL / dg| of a factor g = 1 on the head, L the mean loss (Michel et al., arXiv 1905.10650)
     lam, lam_spread          lambda, mean and standard deviation over tokens; gate, gate_spread: the first map's weight
 
+The table ``hessian`` has the largest (``rank`` 1, 2, ...) and the smallest (-1, -2, ...) eigenvalues of the Hessian of
+L over all rows, if the setting ``hessian`` asks for them (``hessian.py``).
+
 What a model does not have is missing: softmax attention has no lambda and no negative weight. ``distance`` and ``cka``
 need two heads, ``cka`` values that the layer does not split (DiffLlama does).
 """
@@ -27,10 +30,12 @@ from torch.nn import functional as F
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_call import AttentionCall, weighted
 from diff_transformer.evals.attention_tap import layers_of, tapped_attention
+from diff_transformer.evals.hessian import hessian_eigenvalues
 from diff_transformer.evals.lm import CausalLM, check_length, text_details, text_rows
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 
+EXTREMES = 5  # eigenvalues of either end
 _OUT = ("o_proj", "out_proj", "dense", "c_proj")  # names of the output projection of attention
 
 
@@ -46,6 +51,8 @@ class Settings:
     length: int = 256
     # Rows.
     samples: int = 16
+    # Steps towards the Hessian's extreme eigenvalues, each two gradients in fp64; 0 for none. 30 suffice.
+    hessian: int = 0
     # Seed of the choice of rows.
     seed: int = 0
 
@@ -54,7 +61,7 @@ QUICK = {"length": 128, "samples": 4}
 
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
-    """A row of the table ``anatomy`` for each row of text, layer and head.
+    """A row of the table ``anatomy`` for each row of text, layer and head, and ``hessian``.
 
     Raises:
         UserError: for a model whose attention cannot be read, or rows longer than it supports.
@@ -67,8 +74,28 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
 
     made = samples.rows("rows", range(len(ids)), score)
     rows = [{"example": row["example"], **head} for row in made for head in row["heads"]]
+    if settings.hessian:
+        rows += _extremes(
+            hessian_eigenvalues(lm.model, lambda model: _loss(model, ids.to(lm.device)), settings.hessian)
+        )
     about = {"length": settings.length, "tokens": len(made) * settings.length}
     return Result("anatomy", rows, about | text_details(settings, part))
+
+
+def _loss(model: nn.Module, ids: Tensor) -> Tensor:
+    logits = model(input_ids=ids, use_cache=False).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
+
+
+def _extremes(values: Tensor) -> list[dict[str, Any]]:
+    """Rows of ``hessian`` from ascending eigenvalues; those in the middle are not exact yet."""
+    count = min(EXTREMES, max(1, len(values) // 4))
+    ranked = {rank: values[-rank] for rank in range(1, count + 1)}
+    ranked |= {-rank: values[rank - 1] for rank in range(1, count + 1)}
+    return [
+        {"experiment": "hessian", "example": rank, "rank": rank, "value": float(value)}
+        for rank, value in ranked.items()
+    ]
 
 
 def anatomy(lm: CausalLM, ids: Tensor) -> list[dict[str, Any]]:

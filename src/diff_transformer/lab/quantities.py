@@ -299,6 +299,8 @@ _REGISTERED = [
           ("cka", "CKA of heads' outputs", ""))),
     Quantity("anatomy_gini", "Gini index of heads' importance", "", "", "anatomy", ("importance",),
              of=importance_gini),
+    *(Quantity(f"hessian_{end}", f"{end} eigenvalue of the Hessian", "", "", "hessian", ("value",), of=where(rank=rank))
+      for end, rank in (("largest", 1), ("smallest", -1))),
     _of_model("parameters", "parameters"),
     _of_model("flops_per_token", "FLOPs a token"),
     _of_model("kv_bytes_per_token", "cache a token", "B"),

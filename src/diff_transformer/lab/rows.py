@@ -77,6 +77,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
         "gate",
         "gate_spread",
     ),
+    "hessian": ("rank", "value"),
     "scaling": ("fit", "exponent", "ratio"),  # of a model: loss against "parameters" or "tokens"
     "scaling_runs": ("fit", "x", "loss", "fitted"),
     "about": ("of", "key", "value"),  # a setting of the run ("run", "training"), or of an experiment

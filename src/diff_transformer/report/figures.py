@@ -221,6 +221,17 @@ def anatomy(rows: Rows, sides: Sides) -> list[Panel]:
     ]
 
 
+@figure("hessian", "The Hessian's extreme eigenvalues", "", "hessian",
+        "Of the loss by all weights, the largest (1, 2, ...) and the smallest (-1, -2, ...); negative ones are "
+        "directions in which the loss is not convex.")  # fmt: skip
+def hessian(rows: Rows, sides: Sides) -> list[Panel]:
+    frame = rows["hessian"]
+    return [
+        Panel(name, of, "value", "rank")
+        for name, of in (("Largest", frame[frame["rank"] > 0]), ("Smallest", frame[frame["rank"] < 0]))
+    ]
+
+
 @figure("gradient_flow", "Gradient magnitudes", "Appendix F", "gradient_flow",
         "Root mean square of the loss's gradient in each projection, mean over layers: of the trained model, of a new "
         "DIFF and of its Transformer.")  # fmt: skip
