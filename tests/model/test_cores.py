@@ -326,6 +326,17 @@ def test_rows_that_make_no_sense_are_refused(fields, message):
 
 
 @pytest.mark.parametrize(
+    ("attention", "lam", "head_norm", "factor"),
+    [("diff", "fixed", None, True), ("diff", "learned", None, True), ("diff_v2", "learned", "plain", False)],
+)
+def test_other_fields_hold_beside_another_lambda(attention, lam, head_norm, factor):
+    core = {"lam": lam} if attention == "diff" else {"lam": lam, "head_norm": "plain"}
+    found = DiffTransformerConfig(attention=attention, core=core, lambda_init=0.5, head_norm=False).variant
+    assert (found.lam, found.lambda_init, found.head_norm, found.factor) == (lam, 0.5, head_norm, factor)
+    assert DiffTransformerConfig(attention="diff_v2", core={"lam": lam}).variant.head_norm is None
+
+
+@pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"qk_clip": 0}, "qk_clip is 0; it must be positive"),

@@ -59,7 +59,9 @@ def test_logits_stay_and_folding_keeps_those_of_the_trained_model(name):
 
 def test_heads_are_changed_as_the_formula_says():
     """O' = O - lambda(t) O W_D for the chosen heads; lambda(t) = (1 - a) (t / T) lambda_init + a lambda_learned."""
-    model = trained(heads=[[1], []], progress=0.25)
+    original = trained(heads=[[1], []], progress=0.25)
+    model, before = copy.deepcopy(original), logits(original)
+    assert_close(logits(model), before)
     first, second = extensions(model)
     lam = 0.75 * 0.25 * lambda_init(0) + 0.25 * 0.7
     assert first.present_lambda().item() == pytest.approx(lam)
@@ -74,6 +76,8 @@ def test_heads_are_changed_as_the_formula_says():
     for share, expected_lambda in ((0, 0.0), (1, 0.7)):
         set_progress(model, share)
         assert first.present_lambda().item() == pytest.approx(expected_lambda)
+    assert not torch.allclose(logits(model.float()), before, atol=1e-3)  # a copy has an extension of its own
+    assert_close(logits(original), before)
 
 
 def test_a_model_is_saved_with_its_progress(tmp_path):
@@ -111,11 +115,14 @@ def test_to_add_instead_of_to_subtract_is_the_same_model():
     assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
 
 
-def test_queries_and_the_rest_are_not_trained():
-    model = differentiate(source("Qwen3"), "dex")
+@pytest.mark.parametrize(("name", "out"), [("Qwen3", "o_proj"), ("Phi", "dense")])
+def test_queries_and_the_rest_are_not_trained(name, out):
+    model = differentiate(source(name), "dex")
     ids = {id(x) for x in trained_by_dex(model)}
     names = {name.rpartition("self_attn.")[2] for name, x in model.named_parameters() if id(x) in ids}
-    assert names == {"k_proj.weight", "v_proj.weight", "o_proj.weight", "dex.weight", "dex.lam"}
+    assert {name for name in names if "bias" not in name} == {
+        "k_proj.weight", "v_proj.weight", f"{out}.weight", "dex.weight", "dex.lam"
+    }  # fmt: skip
     with pytest.raises(UserError, match=r"GPTNeoXAttention has them in one matrix; give train.weights=attention"):
         trained_by_dex(differentiate(source("GPT-NeoX, Pythia"), "dex"))
 

@@ -259,6 +259,7 @@ def test_models_that_cannot_be_doubled_are_refused():
     refused("PeftModel.*PEFT adapters come after", adapted, error=UserError)
     refused("q_proj of Qwen3Attention is a Linear; give the model before adapters", adapted.base_model.model)
     refused("is differential already", made("Qwen3"))
+    refused("is a model of this package; convert_model converts it", convert_model(source("Llama")))
     quantised = source("Qwen3")
     quantised.config.quantization_config = {"quant_method": "torchao"}
     refused("has quantised weights", quantised)

@@ -36,6 +36,7 @@ def test_the_normalised_transformer_and_back():
     normalised = variant(preset("debug", head_norm_init=0.1), "softmax_norm")
     assert (normalised.attention, normalised.softmax_head_norm, normalised.head_norm_init) == ("softmax", True, 0.1)
     assert not matched_baseline(normalised).softmax_head_norm
+    assert matched_baseline(variant(normalised, "softmax+head_norm=weighted")).core is None
     assert not variant(normalised, "diff").softmax_head_norm
 
 

@@ -205,6 +205,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "integers": ({"q1": X["q1"].astype(int)}, UserError, "q1 has dtype int32; give float32, bfloat16, float16"),
     "mixed dtypes": ({"v": X["v"].astype(jnp.bfloat16)}, UserError, "q1 is float32 and v is bfloat16; cast them"),
     "lam per wrong head": ({"lam": jnp.ones(3)}, ValueError, r"lam has shape \[3\]; give a number, a scalar, \[4\]"),
+    "mask of no array": ({"attn_mask": [[True]]}, UserError, "attn_mask is a list; give an array"),
     "integer mask": ({"attn_mask": jnp.ones((6, 8), int)}, UserError, "attn_mask has dtype int32"),
     "mask shape": ({"attn_mask": jnp.ones((8, 6), bool)}, ValueError, r"which does not broadcast to \[2, 4, 6, 8\]"),
     "window 0": ({"window": 0, "is_causal": True}, ValueError, "window is 0; give at least 1"),

@@ -277,4 +277,4 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
     ``"dint"``, which computes more. For ``"diff_v2"`` and ``"grouped_diff"`` ``intermediate_size`` differs too: see
     ``cost_matched`` in ``model/matching.py``.
     """
-    return cost_matched(config, **VARIANTS["softmax"])
+    return cost_matched(config, **VARIANTS["softmax"], core=None)

@@ -17,6 +17,7 @@ Legend: B batch, T tokens, n heads of width d.
 """
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -80,7 +81,11 @@ def extend(model: Any, parts: Sequence[Parts], heads: Sequence[Sequence[int]] | 
 def attach(part: Parts, module: Dex) -> None:
     """Give an attention module its extension, which changes what reaches W_O."""
     part.module.add_module(DEX, module)
-    module.hook = part.out.register_forward_pre_hook(lambda _, args: (module(args[0]), *args[1:]))
+    module.hook = part.out.register_forward_pre_hook(partial(_extended, module))  # a copy of it has the copied module
+
+
+def _extended(module: Dex, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    return module(args[0]), *args[1:]
 
 
 def extensions(model: nn.Module) -> Iterator[Dex]:
@@ -131,15 +136,15 @@ def trained_by_dex(model: Any) -> list[nn.Parameter]:
     if not any(extensions(model)):
         raise UserError(f"{type(model).__name__} has no DEX to train; give a model of differentiate(model, kind='dex')")
     found: list[nn.Parameter] = []
-    for _, attention in attentions(model):
+    for path, attention in attentions(model):
         if not hasattr(attention, "k_proj"):
             raise UserError(
                 f"train.weights=dex trains keys and values without queries, and {type(attention).__name__} has them in "
                 "one matrix; give train.weights=attention"
             )
-        out = attention.o_proj if hasattr(attention, "o_proj") else attention.out_proj
-        for part in (attention.k_proj, attention.v_proj, out, attention.get_submodule(DEX)):
-            found += part.parameters()
+        part = read_part(path, attention)
+        for trained in (part.k, part.v, part.out, attention.get_submodule(DEX)):
+            found += trained.parameters()
     return found
 
 

@@ -132,16 +132,18 @@ def variant_of(config: Any) -> Variant:
         raise UserError(f"core is {core!r}; give a dictionary of parts, such as {{'gate': 'normed'}}")
     for name in core:
         require_known("field of core", name, _CHOICES)
-    row = replace(CORES[config.attention], **core)
+    named = CORES[config.attention]
+    row = replace(named, **core)
     fields: dict[str, Any] = {"head_scale": config.head_scale}
-    if row.lam == "learned":
-        require_known("head_norm", str(config.head_norm), _HEAD_NORMS)
+    if row.lam in ("learned", "fixed"):
         fields |= {name: getattr(config, name) for name in ("lambda_init", "lambda_depth_offset", "lambda_std")}
         fields |= {"lam": "learned" if config.lambda_learned else "fixed"}
-        fields |= {"head_norm": _HEAD_NORMS[str(config.head_norm)], "head_norm_init": config.head_norm_init}
+    if named.head_norm:
+        require_known("head_norm", str(config.head_norm), _HEAD_NORMS)
+        fields |= {"head_norm": _HEAD_NORMS[str(config.head_norm)]}
     elif config.attention == "softmax" and config.softmax_head_norm:
-        fields |= {"head_norm": "weighted", "head_norm_init": config.head_norm_init}
-    elif row.head_norm == "weighted":
+        fields |= {"head_norm": "weighted"}
+    if named.head_norm or "weighted" in (row.head_norm, fields.get("head_norm")):
         fields |= {"head_norm_init": config.head_norm_init}
     if row.signal_heads > 1:
         fields |= {"signal_heads": config.signal_heads_per_noise_head}

@@ -58,9 +58,11 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
     except UserError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
-        raise UserError(
-            f"{name_or_path} cannot be loaded: {first_line(error)}; only safetensors are read ({_ADVICE})"
-        ) from None
+        said = first_line(error)
+        if said.startswith("Repo id must"):
+            said = "there is no such folder"
+        advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in said else ""
+        raise UserError(f"{name_or_path} cannot be loaded: {said}{advice}") from None
     wrong = {
         "missing": info["missing_keys"],
         "of another shape": [

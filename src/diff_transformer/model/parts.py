@@ -63,14 +63,16 @@ def read(model: Any) -> list[Parts]:
         )
     name, config, modules = type(model).__name__, model.config, attentions(model)
     quantised = getattr(model, "hf_quantizer", None) or getattr(config, "quantization_config", None)
-    differential = getattr(config, ENTRY, None) is not None or config.model_type in ("diff_transformer", "diffllama")
+    differential = getattr(config, ENTRY, None) is not None or config.model_type == "diffllama"
     for wrong, reason in (
+        (config.model_type == "diff_transformer", "is a model of this package; convert_model converts it, for 'dex' "
+         "to 'llama' first"),
         (differential, "is differential already; give a softmax model"),
         (quantised is not None, "has quantised weights, which cannot be doubled; load it without quantisation"),
         (getattr(config, "is_encoder_decoder", False), "is an encoder-decoder; only decoders are taken"),
         (config.get_text_config() is not config, "has other parts than text; only text decoders are taken"),
         (not modules, "computes attention without transformers' AttentionInterface, through which its maps would pass"),
-    ):
+    ):  # fmt: skip
         if wrong:
             raise UserError(f"{name} {reason}")
     try:

@@ -109,6 +109,8 @@ def _weight(name: str, x, q1: Array) -> Array:
 def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
     if attn_mask is None:
         return None
+    if not isinstance(attn_mask, jax.Array | np.ndarray):
+        raise UserError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
     if attn_mask.dtype != bool and not jnp.issubdtype(attn_mask.dtype, jnp.floating):
         raise UserError(f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask")
     if not broadcasts(attn_mask.shape, full):
