@@ -7,10 +7,13 @@ from tiny_models import spaced_tokenizer
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
+    CITIES,
     DEPTHS,
+    LANDMARKS,
     completion,
     draw_facts,
     make_needle_example,
+    needle,
     numbers_said,
     parse_numbers,
     question,
@@ -113,6 +116,16 @@ def test_every_tokenizer_fills_its_length(filler, name, length):
             example = _example(filler, chosen, index, length=length, depth=depth)
             assert length - max(length // 100, 3) <= len(encode(chosen, example.prompt)) == example.num_tokens <= length
             assert_spans(example)
+
+
+def test_a_landmark_shares_no_word_with_the_question_about_its_city():
+    assert {*LANDMARKS} <= {*CITIES}
+    for city, landmark in LANDMARKS.items():
+        words = [
+            {*re.findall(r"\w+", text.lower())}
+            for text in (needle(city, "42", "landmark"), question([city], "landmark"))
+        ]
+        assert words[0] & words[1] <= {"the", "to", "on"}, landmark
 
 
 @pytest.mark.parametrize("digits", [1, 2, 3, 6])

@@ -10,6 +10,7 @@ from tiny_models import bos_tokenizer, chat_tokenizer, tiny_lm
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import load_haystack
 from diff_transformer.data.filler import Filler
+from diff_transformer.data.needles import LANDMARKS, completion
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.needle import Settings, evaluate_needle
 from diff_transformer.lab.evaluate import run_eval, settings_of
@@ -49,6 +50,19 @@ def read_out(prompt):
 def test_a_model_that_finds_everything_scores_one(filler):
     result = evaluate_needle(Finder(read_out), filler, Settings(**SIZES))
     assert [row["score"] for row in result.rows] == [1.0] * 12
+
+
+def test_needles_that_name_a_landmark_are_found_by_who_knows_its_city(filler):
+    def knows(prompt):
+        context, asked = re.split(r"\nQuestion: Which figures? belongs? to ", prompt)
+        cities = re.findall(r"\w+", asked.split("?")[0].replace(" and ", ", "))
+        numbers = [re.search(rf"{LANDMARKS[city]}, somebody painted (\d+)", context)[1] for city in cities]
+        return completion(cities, numbers)
+
+    result = evaluate_needle(Finder(knows), filler, Settings(**SIZES, wording="landmark"))
+    assert [row["score"] for row in result.rows] == [1.0] * 12
+    with pytest.raises(ValueError, match=r"no wording 'riddle'"):
+        evaluate_needle(Finder(knows), filler, Settings(**SIZES, wording="riddle"))
 
 
 def test_a_model_that_finds_nothing_scores_zero(filler):

@@ -46,6 +46,20 @@ Vancouver Varna Venice Verona Vienna Vigo Vilnius Warsaw Wuhan Xian Yerevan Yoko
 """
 CITIES: tuple[str, ...] = tuple(_CITY_NAMES.split())
 _CITIES_AND_NUMBERS = re.compile(rf"\b(?:{'|'.join(CITIES)})\b|[0-9]+", re.IGNORECASE)
+LANDMARKS = {  # of some of the cities, for needles that do not name them
+    "Athens": "the Parthenon", "Barcelona": "the Sagrada Familia", "Beirut": "the Pigeon Rocks",
+    "Berlin": "the Brandenburg Gate", "Brussels": "the Atomium", "Budapest": "the Fisherman's Bastion",
+    "Cologne": "the cathedral on the Rhine", "Dresden": "the Semper Opera", "Dubai": "the Burj Khalifa",
+    "Florence": "the Uffizi", "Granada": "the Alhambra", "Hamburg": "the Elbe Philharmonic Hall",
+    "Istanbul": "the Hagia Sophia", "Jerusalem": "the Western Wall", "Krakow": "Wawel Castle",
+    "London": "the Tower Bridge", "Madrid": "the Prado", "Milan": "La Scala", "Moscow": "the Kremlin",
+    "Munich": "the Frauenkirche on Marienplatz", "Paris": "the Eiffel Tower", "Pisa": "the Leaning Tower",
+    "Prague": "Charles Bridge", "Rome": "the Colosseum", "Salvador": "the Elevador Lacerda",
+    "Seville": "the Giralda", "Singapore": "Marina Bay Sands", "Stockholm": "the Vasa Museum",
+    "Sydney": "the Opera House with the sails", "Venice": "the Rialto Bridge", "Verona": "the balcony of Juliet",
+    "Vienna": "Schönbrunn Palace",
+}  # fmt: skip
+WORDINGS: dict[str, tuple[str, ...]] = {"city": CITIES, "landmark": tuple(LANDMARKS)}  # and their cities
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 _FITTING_ATTEMPTS = 8
 
@@ -66,13 +80,19 @@ class NeedleExample:
 Frame = Callable[[str, Sequence[str]], str]  # (context, cities asked for) -> the whole prompt
 
 
-def needle(city: str, number: str) -> str:
-    """The sentence that assigns a number to a city, with a space before it."""
+def needle(city: str, number: str, wording: str = "city") -> str:
+    """The sentence that assigns a number to a city, with a space before it; as "landmark" without a word of the
+    question, so that it is found by what it means (after NoLiMa, arXiv 2502.05167)."""
+    if wording == "landmark":
+        return f" On the wall behind {LANDMARKS[city]}, somebody painted {number}."
     return f" The magic number of {city} is {number}."
 
 
-def question(cities: Sequence[str]) -> str:
+def question(cities: Sequence[str], wording: str = "city") -> str:
     """The end of a prompt: the question about ``cities`` and the beginning of its answer."""
+    if wording == "landmark":
+        which = "Which figure belongs" if len(cities) == 1 else "Which figures belong"
+        return f"\nQuestion: {which} to {listed(cities)}? Answer: {cities[0]} is"
     are, s = ("is", "") if len(cities) == 1 else ("are", "s")
     return f"\nQuestion: What {are} the magic number{s} of {listed(cities)}? Answer: {cities[0]} is"
 
@@ -145,21 +165,22 @@ def _pairs(words: Sequence[str]) -> dict[str, str]:
     return pairs
 
 
-def draw_facts(rng: np.random.Generator, count: int, digits: int) -> tuple[list[str], list[str]]:
-    """``count`` distinct cities and ``count`` distinct numbers of ``digits`` digits, without a leading zero.
+def draw_facts(rng: np.random.Generator, count: int, digits: int, wording: str = "city") -> tuple[list[str], list[str]]:
+    """``count`` distinct cities of a wording, and as many distinct numbers of ``digits`` digits without a leading zero.
 
     Raises:
         UserError: if there are fewer cities or numbers.
     """
     low, high = number_range(digits)
-    if not 1 <= count <= min(len(CITIES), high - low):
+    known = WORDINGS[wording]
+    if not 1 <= count <= min(len(known), high - low):
         raise UserError(
-            f"{count} needles of {digits} digits: give between 1 and {min(len(CITIES), high - low)} "
-            f"(there are {len(CITIES)} cities and {high - low} numbers)"
+            f"{count} needles of {digits} digits: give between 1 and {min(len(known), high - low)} "
+            f"(there are {len(known)} cities and {high - low} numbers)"
         )
-    cities = rng.choice(len(CITIES), count, replace=False)
+    cities = rng.choice(len(known), count, replace=False)
     numbers = low + rng.choice(high - low, count, replace=False)
-    return [CITIES[city] for city in cities], [str(number) for number in numbers]
+    return [known[city] for city in cities], [str(number) for number in numbers]
 
 
 def number_range(digits: int) -> tuple[int, int]:
@@ -178,10 +199,11 @@ def least_length(
     digits: int = 2,
     frame: Frame = plain_prompt,
     special: bool = False,
+    wording: str = "city",
 ) -> int:
     """The smallest ``length`` that :func:`make_needle_example` accepts with this ``rng`` and a depth, in tokens."""
-    cities, numbers = draw_facts(rng, needles, digits)
-    facts = [needle(city, number) for city, number in zip(cities, numbers, strict=True)]
+    cities, numbers = draw_facts(rng, needles, digits, wording)
+    facts = [needle(city, number, wording) for city, number in zip(cities, numbers, strict=True)]
     return len(encode(tokenizer, frame("", cities[:queries]), special=special)) + sum(
         map(len, encode_inside(tokenizer, facts))
     )
@@ -199,6 +221,7 @@ def make_needle_example(
     digits: int = 2,
     frame: Frame = plain_prompt,
     special: bool = False,
+    wording: str = "city",
 ) -> NeedleExample:
     """A prompt of at most ``length`` tokens (special tokens not counted), less than 1 % or a word of filler below it.
 
@@ -214,6 +237,7 @@ def make_needle_example(
         digits: digits of a number.
         frame: makes the prompt of the context, which may lose the white space at its ends, and of the cities asked for.
         special: the prompt has special tokens, spelled out.
+        wording: of ``WORDINGS``, for the needles; ``frame`` words the question.
 
     Raises:
         UserError: if ``length``, the filler, the cities or the numbers do not suffice.
@@ -222,9 +246,9 @@ def make_needle_example(
         raise UserError(f"queries must lie between 1 and needles ({needles}), got {queries}")
     if depth is not None and not 0 <= depth <= 1:
         raise UserError(f"depth must lie between 0 (start of the context) and 1 (its end), got {depth}")
-    cities, numbers = draw_facts(rng, needles, digits)  # the first R are asked for
+    cities, numbers = draw_facts(rng, needles, digits, wording)  # the first R are asked for
     depth = float(rng.random()) if depth is None else depth
-    sentences = [needle(city, number) for city, number in zip(cities, numbers, strict=True)]
+    sentences = [needle(city, number, wording) for city, number in zip(cities, numbers, strict=True)]
     sizes = list(map(len, encode_inside(tokenizer, sentences)))
     asked_size = len(encode(tokenizer, frame("", cities[:queries]), special=special))
     room = length - sum(sizes) - asked_size

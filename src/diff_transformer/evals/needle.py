@@ -22,6 +22,7 @@ from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
     DEPTHS,
+    WORDINGS,
     NeedleExample,
     completion,
     least_length,
@@ -62,6 +63,9 @@ class Settings:
     samples: int = 50
     # Digits of a magic number.
     digits: int = 2
+    # "city" (the needle names the city, as in training), or "landmark" (it names a landmark there, so that no word of
+    # the question leads to it)
+    wording: str = "city"
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
     # "next" (the first numbers of the answer, which the prompt begins) or "search" (the number that its first 32 tokens
@@ -107,6 +111,7 @@ def evaluate_needle(lm: CausalLM, filler: Filler, settings: Settings = Settings(
     lengths = lengths_of(settings)
     require_positive(length=min(lengths), samples=settings.samples)
     require_known("scoring", settings.scoring, ("next", "search"))
+    require_known("wording", settings.wording, WORDINGS)
     check_template(lm.tokenizer, settings.chat_template)
     check_length(lm, max(lengths), "the longest prompt with its answer")
     asking = Asking(lm.tokenizer, settings, 0 if settings.chat_template else len(getattr(lm, "prefix", ())))
@@ -174,8 +179,8 @@ class Asking:
     def _prompt(self, context: str, cities: Sequence[str]) -> str:
         """The whole prompt: the context, the question, and the beginning of the answer."""
         if not self.settings.chat_template:
-            return context + question(cities)
-        asked, beginning = question(cities).split(" Answer: ")
+            return context + question(cities, self.settings.wording)
+        asked, beginning = question(cities, self.settings.wording).split(" Answer: ")
         return templated(
             self.tokenizer, (context + asked).strip(), beginning if self.settings.scoring == "next" else ""
         )
@@ -183,7 +188,7 @@ class Asking:
     def _options(self, n: int, r: int) -> dict[str, Any]:
         return {
             "needles": n, "queries": r, "digits": self.settings.digits, "frame": self._prompt,
-            "special": self.settings.chat_template,
+            "special": self.settings.chat_template, "wording": self.settings.wording,
         }  # fmt: skip
 
     def _rng(self, sample: int, n: int, r: int, depth: float) -> np.random.Generator:

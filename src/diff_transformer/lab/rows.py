@@ -339,7 +339,8 @@ CIRCUMSTANCES = (  # facts that may differ between repeated measurements
 
 
 SETTINGS = (  # of a measurement; models are compared if they agree in these
-    "length", "lengths", "samples", "digits", "bits", "granularity", "batch", "repeats", "shots", "corpus", "data",
+    "length", "lengths", "samples", "digits", "wording", "bits", "granularity", "batch", "repeats", "shots", "corpus",
+    "data",
 )  # fmt: skip
 
 
