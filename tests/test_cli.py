@@ -163,7 +163,7 @@ def test_convert_llama_and_back(tmp_path):
         (("info", "3b"), "no preset '3b'; there are: "),
         (("compare", "--recipe", "demoo", "--out", "x"), "no recipe 'demoo' (did you mean 'demo'?)"),
         (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr'; did you mean optim.lr"),
-        (("compare", "--set", "data.corpus=/nowhere", "--out", "x"), "/nowhere"),
+        (("compare", "--corpus", "2024", "--out", "x"), "source '2024' is no file or folder"),
         (
             ("compare", "--recipe", "uptrain", "--set", "train.initial_model=m", "--out", "x"),
             "train.initial_model is m, and models that are compared start from random weights",
@@ -217,11 +217,14 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
         ("eval all --quick --model debug --limit 2", "allocation: 10 prompts or rows, 1,240 tokens\n"),
     ],
 )
-def test_a_dry_run_says_what_and_how_much_and_writes_nothing(command, said, tmp_path):
+def test_a_dry_run_says_what_and_how_much_and_writes_nothing(command, said, tmp_path, monkeypatch):
     out = cli(*command.split(), "--out", tmp_path / "x", "--dry-run")
     assert out.returncode == 0, out.stderr
     assert said in out.stdout
     assert not (tmp_path / "x").exists()
+    monkeypatch.setenv("RANK", "1")
+    if command.startswith("train"):
+        assert not cli(*command.split(), "--out", tmp_path / "x", "--dry-run").stdout
 
 
 def test_a_bug_shows_its_traceback(monkeypatch, tmp_path):

@@ -22,7 +22,7 @@ def require_positive(**sizes: float | None) -> None:
 
 
 def require_seed(name: str, seed: int | None) -> None:
-    """Raise ValueError unless every generator of random numbers takes ``seed``, or it is None."""
+    """Raise UserError unless every generator of random numbers takes ``seed``, or it is None."""
     if seed is not None and not 0 <= seed <= MAX_SEED:
         raise UserError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
 
@@ -61,8 +61,18 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 
+def require_device(device: str) -> None:
+    """Raise UserError unless PyTorch has this device here."""
+    import torch
+
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # of a name that it does not know; of one that is not there
+        raise UserError(f"device is {device!r}, which is not here ({first_line(error)}); give cpu or another") from None
+
+
 def require_known(kind: str, name: str, known: Iterable[str], more: str = "") -> None:
-    """Raise ValueError if ``name`` is not in ``known``, with the nearest name, all names, and ``more``."""
+    """Raise UserError if ``name`` is not in ``known``, with the nearest name, all names, and ``more``."""
     known = list(known)
     if name not in known:
         raise UserError(f"no {kind} {name!r}{did_you_mean(name, known)}; there are: {', '.join(known)}{more}")
@@ -81,7 +91,7 @@ def differences(first: dict, second: dict, prefix: str = "") -> list[str]:
 
 
 def require_extra(extra: str, purpose: str, *packages: str) -> None:
-    """Raise RuntimeError if one of ``packages`` is not installed, with the command that installs them.
+    """Raise UserError if one of ``packages`` is not installed, with the command that installs them.
 
     Args:
         extra: of this distribution, that has the packages. purpose: what needs them, as the subject of a sentence.

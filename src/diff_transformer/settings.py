@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import json
 import math
+import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -38,7 +39,8 @@ def parse(assignment: str) -> tuple[str, Any]:
     try:
         value = json.loads(text)
     except ValueError:
-        value = {"True": True, "False": False, "None": None}.get(text.strip(), text.strip())
+        text = os.path.expanduser(text.strip())  # a shell expands ~ at the beginning of an argument alone
+        value = {"True": True, "False": False, "None": None}.get(text, text)
     if isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{key} is {value}; give a finite number")
     return key.strip(), value

@@ -73,7 +73,7 @@ def test_failed_and_skipped_are_printed_whole(tiny, tmp_path, capsys, monkeypatc
         (("toaster",), "no benchmark 'toaster'; there are: attention, decode, throughput, step"),
         (("decode", None, False, "cpu", "1x1x8x8"), "grid gives shapes of the benchmark 'attention'"),
         (("attention", None, False, "cpu", "1x1"), "'1x1' is not a shape"),
-        (("attention", None, False, "cuda"), "PyTorch sees no CUDA device here"),
+        (("attention", None, False, "cuda"), "device is 'cuda', which is not here"),
     ],
 )
 def test_refusals(arguments, message, monkeypatch, tmp_path):

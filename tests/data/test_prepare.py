@@ -192,7 +192,7 @@ def test_bad_settings_and_text_are_one_sentence(tmp_path, rows):
         ({"vocab_size": 0}, "vocab_size is 0; input should be greater than 0"),
         ({"tasks": 9}, "tasks is 9, and the sources have 4 files, which are not divided; give fewer"),
         ({"tokenizer": "/nowhere"}, "no tokenizer at '/nowhere'"),
-        ({"field": "body"}, "row 1 has no text in 'body': {'text': 'row 0 0: .*give --field"),
+        ({"field": "body"}, "row 1 has no text in 'body': {'text': 'row 0 0: .*another field"),
     ]:
         with pytest.raises(UserError, match=message):
             run_prepare(list(rows.sources), tmp_path / f"out-{len(message)}", {"tokenizer": "bytes", **change})

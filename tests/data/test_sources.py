@@ -56,7 +56,7 @@ def test_parquet_reads_one_column(tmp_path):
     table = pyarrow.table({"id": list(range(4)), "body": TEXTS, "text": ["x"] * 4})
     parquet.write_table(table, tmp_path / "a.parquet")
     assert [text for _, text in read(tmp_path / "a.parquet", field="body")[0]] == TEXTS
-    with pytest.raises(UserError, match=r"a.parquet, row 1 has no text in 'words': {'id': 0, .*; give"):
+    with pytest.raises(UserError, match=r"a.parquet, row 1 has no text in 'words': {'id': 0, .*; `diff"):
         read(tmp_path / "a.parquet", field="words")
 
 
@@ -93,7 +93,7 @@ def test_rows_are_held_out_by_a_hash_of_their_text(tmp_path):
 def test_files_are_held_out_by_name_and_stay_put_when_others_come(tmp_path):
     write(tmp_path / "few", {f"{i}.txt": f"text {i}" for i in range(4)})
     assert [split for split, _ in read(tmp_path / "few", share=0.001)[0]].count("validation") == 1
-    files, root = {f"sub{n % 3}/{n}.md": f"text {n}" for n in range(60)}, tmp_path / "many"
+    files, root = {f"sub{n % 3}/{n}.zip.md": f"text {n}" for n in range(60)}, tmp_path / "unpacked.zip"
     first = load_corpus(write(root, files | {".git/x.txt": "hidden", "picture.png": b"\x89PNG"}))
     assert names_of(first.train + first.validation) == sorted(files)
     assert 1 <= len(first.validation) <= 15
@@ -152,7 +152,7 @@ def test_blank_texts_and_invalid_rows_are_counted(tmp_path):
 )
 def test_a_row_without_text_stops_and_is_named(tmp_path, line, message):
     write(tmp_path, {"a.jsonl": '{"text": "good"}\n' + line + "\n"})
-    ending = r".*; give --field or leave such rows out \(--skip-invalid\)"
+    ending = r".*; `diff-transformer prepare` takes another field \(--field\) or skips such rows \(--skip-invalid\)"
     with pytest.raises(UserError, match=rf"a\.jsonl, row 2 has no text in 'text': {message}{ending}"):
         read(tmp_path / "a.jsonl")
 
@@ -171,7 +171,7 @@ def test_errors_name_what_is_wrong(tmp_path):
         ("x", "x' holds nothing that is read; give"),
         ("cut.jsonl.gz", r"cut\.jsonl\.gz cannot be read after row \d+ \("),
         ("cut.txt.gz", r"cut\.txt\.gz cannot be read \("),
-        ("a.tar.gz", r"a\.tar\.gz' is an archive; unpack it \(tar xf .*a\.tar\.gz\) and give the folder"),
+        ("a.tar.gz", r"a\.tar\.gz' is an archive; unpack it and give the folder"),
         ("a.parquet", r"a\.parquet cannot be read after row 0"),
         ("pipe.txt", r"pipe\.txt' holds nothing that is read"),
     ]:

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -11,14 +12,15 @@ def test_overrides_reach_every_kind_of_value():
     assignments = [
         "optim.lr=3e-4", "train.steps=7", "data.mixture.text=0.25", "model.attention=softmax", "train.compile=true",
         "optim.betas=[0.9, 0.99]", "model.head_norm=no_weight", "model.head_norm_init=1", "data.needles.counts=[1,3]",
-        "evaluation.needles=[[1,1],[3,2]]", "optim.weight_decay=1", "data.max_bytes=null", "train.initial_model=m",
+        "evaluation.needles=[[1,1],[3,2]]", "optim.weight_decay=1", "data.max_bytes=null", "train.initial_model=~/m",
     ]  # fmt: skip
     config = override(recipe("debug"), assignments)
     assert (config.optim.lr, config.train.steps, config.data.mixture["text"]) == (3e-4, 7, 0.25)
     assert (config.model["attention"], config.model["head_norm"]) == ("softmax", "no_weight")
     assert (config.optim.betas, config.data.needles.counts) == ((0.9, 0.99), (1, 3))
     assert (config.evaluation.needles, config.train.compile) == (((1, 1), (3, 2)), True)
-    assert (config.optim.weight_decay, config.data.max_bytes, config.train.initial_model) == (1.0, None, "m")
+    assert (config.optim.weight_decay, config.data.max_bytes) == (1.0, None)
+    assert config.train.initial_model == str(Path("~/m").expanduser())
     assert recipe("debug").optim.lr == 3e-3
 
 

@@ -60,8 +60,11 @@ def seeded(seed: int, attention: str = "diff"):
 
 def test_weights_are_a_function_of_seed_and_name():
     first, again, other = (seeded(seed).state_dict() for seed in (0, 0, 1))
+    wide = seeded(1).double()
+    draw_weights(wide, seed=0)
     layers = [first[f"model.layers.{i}.self_attn.q_proj.weight"] for i in (0, 1)]
-    assert all(torch.equal(first[name], again[name]) for name in first)
+    for values in (again, wide.state_dict()):
+        assert all(torch.equal(first[name].to(values[name]), values[name]) for name in first)
     assert not torch.equal(*layers)
     assert not torch.equal(other["model.embed_tokens.weight"], first["model.embed_tokens.weight"])
 

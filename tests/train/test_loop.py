@@ -101,7 +101,7 @@ def test_a_run_does_not_go_on_with_another_text(config, tmp_path):
     name = max((path for path in text.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
     original = name.read_text()
     name.write_text("Another beginning. " + original)
-    with pytest.raises(ValueError, match="was trained on other rows than these settings give now: the text, "):
+    with pytest.raises(UserError, match="was trained on other rows than these settings give now: the text, "):
         train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
     name.write_text(original)
@@ -147,15 +147,17 @@ def test_folders_are_never_overwritten(config, tmp_path):
         ("data.tokenizer=bytes", None),
         ("model.max_position_embeddings=64", "data.length is 96, more than model.max_position_embeddings 64"),
         ("data.corpus=/nowhere", "/nowhere"),
+        ("train.precision=64-true", "backend='blockwise' is not available: it computes in float32 and bfloat16"),
     ],
 )
 def test_data_that_does_not_fit(config, assignment, message, tmp_path):
-    config = override(config, [assignment, "train.steps=1"])
+    config = override(config, [assignment, "train.steps=1", "model.backend=blockwise"])
     if message is None:
         config = override(config, ["model.vocab_size=100"])
         message = "have ids up to 256, model.vocab_size is 100; set model.vocab_size to at least 257"
     with pytest.raises(UserError, match=message):
         train(config, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_trained_model_is_not_compiled(config, tmp_path, monkeypatch):

@@ -107,9 +107,9 @@ def test_the_objective_is_the_same_in_chunks(tied, few):
     from diff_transformer import DiffTransformerForCausalLM
     from diff_transformer.model.presets import preset
 
-    model = DiffTransformerForCausalLM(preset("debug", tie_word_embeddings=tied)).train()
+    model = DiffTransformerForCausalLM(preset("debug", tie_word_embeddings=tied)).double().train()
     ids = torch.randint(0, 512, (3, 17))
-    labels, weights = ids.masked_fill((ids % 7 == 0) != few, -100), torch.rand(3, 16)
+    labels, weights = ids.masked_fill((ids % 7 == 0) != few, -100), torch.rand(3, 16, dtype=torch.float64)
     gradients = []
     for chunk in (0, 5):
         model.zero_grad(set_to_none=True)
@@ -117,7 +117,7 @@ def test_the_objective_is_the_same_in_chunks(tied, few):
         loss.backward()
         gradients.append([loss.detach(), rows, *(p.grad for p in model.parameters())])
     for one, other in zip(*gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-13)
     assert rows.shape == (3,)
 
 

@@ -43,6 +43,7 @@ def test_the_strategy_follows_from_the_processes(world, settings, strategy):
         (2, ["parallel.strategy=ddp", "parallel.replicas=2"], "'ddp', .* replicas 2 need strategy 'fsdp'"),
         (2, ["precision=64-true", "parallel.strategy=fsdp"], "precision is '64-true'; with strategy 'fsdp' give"),
         (5, ["parallel.context_parallel=5"], "context_parallel 5 cuts a row into 10 equal pieces, so give a multiple"),
+        (1, ["weights=lora"], "adapters of a trained model; give it as train.initial_model"),
         (1, ["initial_model=/nowhere"], r"/nowhere, which holds no model \(no config.json\)"),
     ],
 )

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from diff_transformer.bench.shapes import default_grid, parse_shapes
-from diff_transformer.checks import require_known
+from diff_transformer.checks import require_device, require_known
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 
@@ -46,9 +46,8 @@ def run_bench(
     require_known("benchmark", name, BENCHMARKS)
     if grid is not None and name != "attention":
         raise UserError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
+    require_device(device)
     kind = torch.device(device).type
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise UserError(f"device is {device!r}, and PyTorch sees no CUDA device here; give device='cpu'")
     shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     require_writable(out.parent)

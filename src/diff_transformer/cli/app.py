@@ -114,7 +114,7 @@ def computing():
 
 
 def training():
-    """``computing``, for commands that train. Raises RuntimeError if the extra ``train`` is not installed."""
+    """``computing``, for commands that train. Raises UserError if the extra ``train`` is not installed."""
     from diff_transformer.checks import require_extra
 
     require_extra("train", "training", "lightning_fabric", "tensorboard")
@@ -125,8 +125,7 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
     """The executor of ``--engine`` for a plan in the folder ``out``: None for processes on this machine.
 
     Raises:
-        ValueError: for an unknown engine, or options that it does not take.
-        UserError, ConnectionError: as ``RayTasks``.
+        UserError: for an unknown engine, or options that it does not take; and as ``RayTasks``.
     """
     from diff_transformer.checks import require_known
 

@@ -16,7 +16,7 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
     are.
 
     Raises:
-        ValueError: for an unknown preset or variant, one the preset's heads do not fit, or a length that is not
+        UserError: for an unknown preset or variant, one the preset's heads do not fit, or a length that is not
             positive.
     """
     config = variant(preset(name), attention)

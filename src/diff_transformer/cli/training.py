@@ -1,5 +1,6 @@
 """Commands that train, and that prepare text for training: compare, train, prepare, study."""
 
+import json
 from pathlib import Path
 from typing import Annotated
 
@@ -97,7 +98,7 @@ def compare(
         variants = ("" if source else "softmax_norm") if variants is None else variants
         more = listed(variants)
         name = recipe or ("uptrain" if source else "demo")
-        given = [*([] if corpus is None else [f"data.corpus={corpus}"]), *(assignments or [])]
+        given = [*([] if corpus is None else [f"data.corpus={json.dumps(corpus)}"]), *(assignments or [])]
         config = configuration(name, given)
         if quick:
             config = shortened(config)
@@ -127,7 +128,8 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
 
     config = configuration(recipe, assignments)
     if dry_run:
-        return print(describe(resolve(config, world_size())))
+        plan = resolve(config, world_size())
+        return print(describe(plan)) if is_first() else None
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:
         task = bar.add_task("training", total=config.train.steps)
 

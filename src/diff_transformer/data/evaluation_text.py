@@ -29,7 +29,7 @@ def load_rows(
     "validation" or "all". Each begins with the tokens that the tokenizer puts in front of every text.
 
     Args:
-        source: as for ``load_corpus``: "python", a text file, a folder or an archive.
+        source: as for ``load_corpus``: "python", a file, a folder or a data set of the hub.
         seed: of the choice of windows.
         split: "held-out", "all", or "any": the held-out text if it suffices, else all.
 

@@ -6,6 +6,7 @@ import gzip
 import io
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -24,7 +25,7 @@ TEXT_SUFFIXES = (
 )  # fmt: skip
 KINDS = {**dict.fromkeys(TEXT_SUFFIXES, "text"), ".jsonl": "lines", ".ndjson": "lines", ".parquet": "parquet"}
 PACKED_SUFFIXES = (".gz", ".zst")
-ARCHIVE_SUFFIXES = (".tar", ".tgz", ".txz", ".zip", ".7z")
+ARCHIVE = re.compile(r"\.(tar(\.\w+)?|tgz|txz|zip|7z)$")  # ends of names
 VALIDATION_FOLDERS = frozenset({"val", "valid", "validation"})
 _SHOWN = 80  # characters of a bad row
 HUB_OPTIONS = ("config", "split", "revision")
@@ -78,10 +79,10 @@ def _find(name: str) -> list[Source]:
     if not path.exists():
         advice = "a URL: download it, and give the file" if "://" in name else f"no file or folder; give {ACCEPTED}"
         raise UserError(f"source {name!r} is {advice}")
-    if any(suffix.lower() in ARCHIVE_SUFFIXES for suffix in path.suffixes[-2:]):
-        raise UserError(f"source {name!r} is an archive; unpack it (tar xf {name}) and give the folder")
     if path.is_dir():
         sources = _files_below(path)
+    elif ARCHIVE.search(path.name.lower()):
+        raise UserError(f"source {name!r} is an archive; unpack it and give the folder")
     else:
         kind = KINDS.get(suffix_of(path)) or ("text" if not path.suffix else None)
         sources = [Source(str(path), kind, path.stat().st_size)] if kind and path.is_file() else []
@@ -199,8 +200,8 @@ class Reader:
                     self.left_out["invalid"] += 1
                 else:
                     raise UserError(
-                        f"{source.path}, row {number} has no text in {self.field!r}: {repr(row)[:_SHOWN]}; give "
-                        "--field or leave such rows out (--skip-invalid)"
+                        f"{source.path}, row {number} has no text in {self.field!r}: {repr(row)[:_SHOWN]}; "
+                        "`diff-transformer prepare` takes another field (--field) or skips such rows (--skip-invalid)"
                     )
                 self.progress(position - done)
                 done = position

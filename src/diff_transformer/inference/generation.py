@@ -27,7 +27,7 @@ class GenerationSettings:
             same length does not recompile.
 
     Raises:
-        ValueError: for values outside their range, or settings that exclude one another.
+        UserError: for values outside their range, or settings that exclude one another.
     """
 
     max_new_tokens: int = 64
@@ -69,7 +69,7 @@ def generate(
         on_text: called with each piece of the continuation as soon as it is known; for a single prompt.
 
     Raises:
-        ValueError: for an empty prompt, more tokens than the model has positions, an assistant with another
+        UserError: for an empty prompt, more tokens than the model has positions, an assistant with another
             vocabulary, or options that exclude one another.
     """
     settings = settings or GenerationSettings()

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from diff_transformer.checks import first_line, listed, read_json, require_known
+from diff_transformer.checks import first_line, listed, read_json, require_device, require_known
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -28,11 +28,12 @@ def load_model(name_or_path: str, *, device: str | None = None, dtype: str | Non
         dtype: "float32", "bfloat16" or "float16"; None keeps that of the checkpoint. Lambda stays fp32.
 
     Raises:
-        UserError: for an unknown dtype; and as ``read_model``.
+        UserError: for an unknown dtype or device; and as ``read_model``.
     """
     if dtype is not None:
         require_known("dtype", dtype, DTYPES)
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    require_device(device)
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
     path = str(Path(name_or_path).expanduser())
     if name_or_path in PRESETS and not Path(path).exists():

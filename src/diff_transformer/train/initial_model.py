@@ -57,7 +57,7 @@ def draw_weights(model: Any, seed: int) -> None:
         if not own or drawn.issuperset(map(id, own.values())):  # the output matrix may be the embedding
             continue
         drawn |= set(map(id, own.values()))
-        whole = {key: nn.Parameter(torch.empty(p.shape, dtype=p.dtype)) for key, p in own.items()}
+        whole = {key: nn.Parameter(torch.empty(p.shape)) for key, p in own.items()}  # fp32, whatever the run's
         digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=8).digest()
         torch.manual_seed(int.from_bytes(digest) >> 1)
         module._parameters.update(whole)

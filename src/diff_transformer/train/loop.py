@@ -26,7 +26,7 @@ from diff_transformer.train.initial_model import draw_weights, unfilled_model
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import DIGEST, MetricsLog, read_metrics
 from diff_transformer.train.parallelize import compile_layers, is_sharded, make_fabric, whole_model
-from diff_transformer.train.plan import Plan, resolve, world_size
+from diff_transformer.train.plan import Plan, check_backend, resolve, world_size
 from diff_transformer.train.ranks import on_first_rank
 from diff_transformer.train.recompute import recompute
 from diff_transformer.train.run_folder import check_run_folder, run_folder, save_model
@@ -111,6 +111,7 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
     """The model of ``plan`` with its initial weights, spread over the processes of ``fabric``, and its optimizer."""
     config, settings = plan.config, plan.config.train
     model = unfilled_model(plan, data.tokenizer, data.first_rows)
+    check_backend(model.config, fabric.device, settings.precision)
     choose_weights(model, settings)
     context = make_context(fabric, settings.parallel)
     context.apply(model)
@@ -270,10 +271,10 @@ def _diverged(folder: Path, done: int, outcome: Outcome) -> Diverged:
 
 
 def refuse_other_rows(folder: Path, data: TrainingData) -> None:
-    """Raise ValueError if a run has trained on other rows than ``data`` has: its text or tokenizer has changed."""
+    """Raise UserError if a run has trained on other rows than ``data`` has: its text or tokenizer has changed."""
     known = next((line[DIGEST] for line in read_metrics(folder / "metrics.jsonl") if DIGEST in line), None)
     if known is not None and known != data.digest():
-        raise ValueError(
+        raise UserError(
             f"{folder} was trained on other rows than these settings give now: the text, its tokenizer or a package "
             "that makes rows has changed; restore it, or begin a new run in another folder"
         )

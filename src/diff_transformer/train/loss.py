@@ -66,11 +66,16 @@ class Objective(nn.Module):
             return weighted_cross_entropy(hidden, head, targets, weights, chunk=chunk)
         wanted = targets != IGNORED
         if mostly(wanted) if dense is None else dense:
-            losses = F.cross_entropy(output(hidden).float(), targets, reduction="none", ignore_index=IGNORED)
+            losses = F.cross_entropy(_wide(output(hidden)), targets, reduction="none", ignore_index=IGNORED)
         else:  # logits of the tokens that have a loss
-            few = F.cross_entropy(output(hidden[wanted]).float(), targets[wanted], reduction="none")
+            few = F.cross_entropy(_wide(output(hidden[wanted])), targets[wanted], reduction="none")
             losses = few.new_zeros(len(targets)).masked_scatter(wanted, few)
         return (losses * weights).sum(), losses
+
+
+def _wide(logits: Tensor) -> Tensor:
+    """The logits in fp32, or in fp64 if they are."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def mostly(wanted: Tensor) -> bool:
@@ -139,7 +144,7 @@ def weighted_cross_entropy(
         there is no target.
 
     Raises:
-        ValueError: for a chunk that is not positive. RuntimeError: if differentiated twice.
+        UserError: for a chunk that is not positive, and if differentiated twice.
     """
     require_positive(chunk=chunk)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)

@@ -47,6 +47,8 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     vocabulary_size(config)
     if config.train.weights == "lora":
         require_extra("inference", "train.weights=lora", "peft")
+        if source is None:
+            raise UserError("train.weights is 'lora', adapters of a trained model; give it as train.initial_model")
     if source is None:
         model: Any = DiffTransformerConfig(**config.model)
     else:
@@ -140,6 +142,20 @@ def check_context(config: Any, size: int) -> None:
             f"train.parallel.context_parallel is {size}, but attention='dint' takes a running mean over the whole row, "
             "which no process has; give context_parallel=1, or another attention"
         )
+
+
+def check_backend(config: Any, device: Any, precision: str) -> None:
+    """Raise UserError for a named backend that does not compute the maps of a model with this configuration here."""
+    import torch
+
+    from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.ops.backends import resolve as resolve_backend
+    from diff_transformer.ops.call import Call
+
+    if isinstance(config, DiffTransformerConfig) and config.variant.maps == 2 and config.backend != "auto":
+        dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+        q, v = (torch.empty(1, 1, 1, n, dtype=dtype, device=device) for n in (config.head_dim, config.heads.value_dim))
+        resolve_backend(Call(q, q, q, None, v, q.new_zeros(1, 1, 1, 1), is_causal=True, backend=config.backend))
 
 
 def vocabulary_size(config: RunConfig) -> int:
