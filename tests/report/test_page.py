@@ -63,6 +63,20 @@ def test_the_page_needs_nothing_from_elsewhere(page):
     assert len(page) < 3_000_000
 
 
+def heads_of(*sides):
+    """Rows of ``eval anatomy``: two layers of two heads, and eigenvalues."""
+    return [
+        made
+        for side in sides
+        for layer, head in ((0, 0), (0, 1), (1, 0), (1, 1))
+        for made in (
+            row("anatomy", side, layer=layer, head=head, sink=0.1, importance=0.1 * head, keys=4.0,
+                negative_mass=0.1 * layer if side == "diff" else None),
+            row("hessian", side, example=head - 1 or 1, rank=head - 1 or 1, value=3.0 - head),
+        )
+    ]  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
@@ -70,6 +84,7 @@ def test_the_page_needs_nothing_from_elsewhere(page):
         (comparison(("softmax", "llama", "gpt", "qwen")), "4 models measured; none is the baseline of another"),
         (comparison(("llama", "gpt")), "2 models measured; none is the baseline of another"),
         (comparison(seeds=(0, 1, 2)), "After Holm's correction"),
+        (heads_of("diff", "softmax"), "2 models measured; the paper claims nothing about these measurements."),
         ([row("mine", "m", example=i, score=i % 2) for i in range(9)], "1 model measured"),
     ],
 )

@@ -46,7 +46,8 @@ class Panel:
     """``y`` over ``x`` of ``frame``, which has columns side and seed.
 
     Attributes:
-        kind: "dots", averages with 95 % intervals, or "curve", a line a seed and a thick one for their mean.
+        kind: "dots", averages with 95 % intervals; "curve", a line a seed and a thick one for their mean; or "heads", a
+            square for each ``layer`` and ``head`` of one side, as dark as its mean.
         joined: connect dots by a line; put a mark at each point of a curve.
         log: logarithmic y axis.
         domain: of the y axis.
@@ -113,11 +114,10 @@ def numbers(panels: Sequence[Panel], sides: Sides) -> pd.DataFrame:
 
 def draw(panels: Sequence[Panel], sides: Sides, width: float, columns: int) -> Spec:
     """The panels in a grid; ``width`` is that of a panel's plot, in pixels."""
-    drawn = [
-        {**(_curve if panel.kind == "curve" else _dots)(panel, sides), "width": width, "height": 190}
-        for panel in panels
-    ]
-    return {"concat": drawn, "columns": columns, "spacing": 26}
+    ways = {"dots": _dots, "curve": _curve, "heads": _heads}
+    drawn = [{**ways[panel.kind](panel, sides), "width": width, "height": 190} for panel in panels]
+    shades = {"scale": {"opacity": "independent"}}
+    return {"concat": drawn, "columns": columns, "spacing": 26, "resolve": shades}
 
 
 def _dots(panel: Panel, sides: Sides) -> Spec:
@@ -147,6 +147,21 @@ def _dots(panel: Panel, sides: Sides) -> Spec:
     counts = sorted(set(frame["n"]))
     n = f"{counts[0]:,}{f' to {counts[-1]:,}' if counts[1:] else ''}" if counts else "0"
     return _layers(frame, *layers, title=f"{panel.title} (n {n})")
+
+
+def _heads(panel: Panel, sides: Sides) -> Spec:
+    mean = panel.frame.groupby(["layer", "head"], as_index=False)[panel.y].mean()
+    low, high = mean[panel.y].min(), mean[panel.y].max()
+    words = zip(mean["layer"], mean["head"], mean[panel.y], strict=True)
+    mean["words"] = [f"layer {layer:g}, head {head:g}: {value:.4g}" for layer, head, value in words]
+    encoding = {
+        "x": _by("head", "ordinal", title="head", axis={"labelAngle": 0, "labelOverlap": True}),
+        "y": _by("layer", "ordinal", title="layer", sort="descending"),
+        "opacity": _by(panel.y, legend=None, scale={"range": [0.04, 1], "zero": False}),
+        "color": {"value": COLOURS[list(sides).index(panel.frame["side"].iloc[0]) % len(COLOURS)]},
+        "description": _by("words", "nominal"),
+    }
+    return _layers(mean, _mark("rect", encoding), title=f"{panel.title} ({low:.2g} to {high:.2g})")
 
 
 def _curve(panel: Panel, sides: Sides) -> Spec:

@@ -221,6 +221,20 @@ def anatomy(rows: Rows, sides: Sides) -> list[Panel]:
     ]
 
 
+@figure("heads", "Head by head", "", "anatomy",
+        "Importance, and of DIFF the negative share, of each head: the darker, the larger.")  # fmt: skip
+def heads(rows: Rows, sides: Sides) -> list[Panel]:
+    frame = rows["anatomy"]
+    place = [f"{layer:g}, {head:g}" for layer, head in zip(frame["layer"], frame["head"], strict=True)]
+    frame = frame.assign(**{"layer, head": place})
+    return [
+        Panel(f"{title}: {name}", of, column, "layer, head", "heads")
+        for column, title in (("importance", "Importance"), ("negative_mass", "Negative share"))
+        for side, name in sides.items()
+        if len(of := frame[(frame["side"] == side) & frame[column].notna()])
+    ]
+
+
 @figure("hessian", "The Hessian's extreme eigenvalues", "", "hessian",
         "Of the loss by all weights, the largest (1, 2, ...) and the smallest (-1, -2, ...); negative ones are "
         "directions in which the loss is not convex.")  # fmt: skip
