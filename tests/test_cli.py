@@ -79,12 +79,6 @@ def test_info():
     assert "830M" in cli("info").stdout
 
 
-def test_generate(model):
-    out = cli("generate", model, "hello", "--max-new-tokens", 4)
-    assert out.returncode == 0, out.stderr
-    assert out.stdout.startswith("hello")
-
-
 def test_one_experiment_into_a_folder(model, corpus, tmp_path):
     path = tmp_path / "outliers"
     sizes = ("--corpus", corpus, "--length", 480, "--samples", 2)
@@ -187,6 +181,7 @@ def test_convert_llama_and_back(tmp_path):
         (("info", "--length", "0"), "length is 0; it must be positive"),
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
+        (("prepare", "texts"), "no folder to write to; give --out FOLDER"),
         (
             ("prepare", "python", "--out", "x", "--tokenizer", "bytes", "--vocab-size", "300"),
             "--vocab-size is for bpe, and --tokenizer is 'bytes'; leave out one of them",

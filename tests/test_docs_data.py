@@ -3,7 +3,6 @@
 import os
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -52,21 +51,3 @@ def test_commands_run_in_their_order(home, monkeypatch):
     os.truncate(shard, 10)
     run(shlex.split(mending), home, monkeypatch)
     assert shard.read_bytes() == before
-
-
-def test_what_goes_wrong_is_a_message_that_names_it(home, monkeypatch, capsys):
-    from diff_transformer.cli import main
-
-    monkeypatch.chdir(home)
-    for arguments, message in [
-        (["prepare", "texts"], "no folder to write to; give --out FOLDER"),
-        (["prepare", "--out", "new"], "no source of text"),
-        (["prepare", "nowhere", "--out", "new"], "nowhere' is no file or folder"),
-        (["prepare", "texts", "--out", "texts"], "texts holds something else; choose another folder"),
-        (["prepare", "--verify", "texts"], "is not a prepared folder"),
-    ]:
-        monkeypatch.setattr(sys, "argv", ["diff-transformer", *arguments])
-        with pytest.raises(SystemExit, match="2"):
-            main()
-        assert message in capsys.readouterr().err
-    assert not (home / "new").exists()

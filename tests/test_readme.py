@@ -22,21 +22,9 @@ def test_python_code_runs(tmp_path):
     assert 1.0 < diff / softmax < 1.01
 
 
-def test_commands_exist():
+def test_the_targets_of_make_exist():
     targets = set(re.findall(r"^(\w+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     assert set(re.findall(r"^make (\w+)", README, re.MULTILINE)) <= targets
-    help_text = subprocess.run(
-        [sys.executable, "-m", "diff_transformer", "--help"], capture_output=True, text=True
-    ).stdout
-    named = set(re.findall(r"`diff-transformer (\w+)", README))
-    assert len(named) >= 5
-    assert all(re.search(rf"\b{command}\b", help_text) for command in named)
-
-
-def test_linked_files_exist():
-    links = [link for link in re.findall(r"\]\(([^)]+)\)", README) if not link.startswith("http")]
-    assert len(links) > 8
-    assert [link for link in links if not (ROOT / link).exists()] == []
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """Generation in every form gives the tokens of the plain one: chunks, batches, caches, assistants, streams."""
 
+import re
 from functools import partial
 
 import pytest
@@ -8,6 +9,7 @@ from transformers import DynamicCache
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
 from diff_transformer.data.tokenizer import byte_tokenizer
+from diff_transformer.errors import UserError
 from diff_transformer.inference.generation import GenerationSettings, generate, left_padded
 from diff_transformer.model import cores
 from diff_transformer.model.heads import ATTENTIONS
@@ -172,8 +174,9 @@ def test_settings_out_of_range_are_refused(options, message):
 
 def test_requests_that_cannot_be_met_are_refused():
     model, tokenizer = make(), byte_tokenizer()
-    with pytest.raises(ValueError, match="there is no prompt"):
-        generate(model, tokenizer, [])
+    for prompts in ([], "one text"):
+        with pytest.raises(UserError, match=f"prompts is {re.escape(repr(prompts))}; give a list of at least one"):
+            generate(model, tokenizer, prompts)
     with pytest.raises(ValueError, match="up to 135 tokens, more than the 128 positions"):
         generate(model, tokenizer, ["x" * 100], GenerationSettings(35))
     with pytest.raises(ValueError, match="2 prompts cannot stream"):

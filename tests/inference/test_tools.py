@@ -1,4 +1,4 @@
-"""lm_eval, PEFT and transformers.pipeline on checkpoints of ours, each from a saved folder."""
+"""lm_eval on checkpoints of ours, from a saved folder."""
 
 import json
 import math

@@ -7,7 +7,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from killed_runs import OF_THE_MACHINE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from diff_transformer.errors import UserError
@@ -48,28 +47,6 @@ def test_training_learns_and_writes_what_it_promises(config, side, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     ids = torch.tensor([tokenizer("the old fox")["input_ids"]])
     assert torch.equal(loaded(ids).logits, trained.model(ids).logits)
-
-
-@pytest.mark.parametrize(("number", "step"), [(signal.SIGTERM, 7), (signal.SIGINT, 10)])
-def test_interrupted_run_resumes_bit_identically(config, number, step, tmp_path):
-    said = []
-    train(config, tmp_path / "whole")
-
-    def stop(done, values):
-        if done == step:
-            os.kill(os.getpid(), number)
-
-    with pytest.raises(Interrupted, match=f"stopped after step {step}"):
-        train(config, tmp_path / "halved", progress=stop)
-    assert not (tmp_path / "halved" / "model").exists()
-    train(config, tmp_path / "halved", resume=True, announce=said.append)
-    assert said[1] == f"continues after step {step} of 20"
-    assert same(weights(tmp_path / "halved"), weights(tmp_path / "whole"))
-    halved, whole = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("halved", "whole"))
-    for line in (*halved, *whole):
-        for of_the_machine in OF_THE_MACHINE:
-            line.pop(of_the_machine, None)
-    assert halved == whole
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 0), (signal.SIGINT, 130)])

@@ -75,7 +75,9 @@ def test_random_draws_in_training_are_a_function_of_the_step(config, training_da
     train(config, tmp_path / "whole", data=training_data, progress=draw(None))
     with pytest.raises(KeyboardInterrupt):
         train(config, tmp_path / "halved", data=training_data, progress=draw(9))
-    train(config, tmp_path / "halved", data=training_data, progress=draw(None), resume=True)
+    said = []
+    train(config, tmp_path / "halved", data=training_data, progress=draw(None), resume=True, announce=said.append)
+    assert said[1] == "continues after step 9 of 24"
     assert all(len(set(values)) == 1 and len(values) == 2 for values in drawn.values())
     assert len({values[0] for values in drawn.values()}) == 24
 

@@ -1,7 +1,6 @@
 """``diff-transformer generate``: continue one prompt as it streams."""
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from diff_transformer.inference.generation import GenerationSettings
@@ -18,19 +17,17 @@ def run_generate(
     device: str | None = None,
     dtype: str | None = None,
     assistant: str | None = None,
-    write: Callable[[str], object] | None = None,
 ) -> None:
     """Write the prompt and stream its continuation.
 
     Args:
         model, assistant, device, dtype: as in ``load_model``.
         prompt: the text itself, or "-" for standard input.
-        write: receives the text; None writes to standard output.
 
     Raises:
         UserError: as ``GenerationSettings``, ``load_model`` and ``generate``.
     """
-    write, started = write or sys.stdout.write, False
+    started = False
     prompt = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
     for name in (model, assistant):
         if name in PRESETS and not Path(name).exists():
@@ -42,9 +39,8 @@ def run_generate(
 
     def send(piece: str):
         nonlocal started
-        write(piece if started else prompt + piece)  # not before: an invalid prompt must raise without output
+        print(piece if started else prompt + piece, end="", flush=True)  # an invalid prompt must raise without output
         started = True
-        sys.stdout.flush()
 
     continue_prompts(loaded, tokenizer, [prompt], settings, assistant=helper, on_text=send)
-    write("\n" if started else prompt + "\n")
+    print("" if started else prompt)

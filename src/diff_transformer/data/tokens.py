@@ -143,7 +143,6 @@ class Shards:
             if check and (problem := damage(folder, task, record)):
                 raise UserError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
             self._records.append(record[split])
-        self.num_documents = sum(record["documents"] for record in self._records)
         self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
         self._starts = self._ends - [record["tokens"] for record in self._records]
         self._map = lru_cache(_OPEN_AT_ONCE)(self._open)

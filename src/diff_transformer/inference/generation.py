@@ -73,8 +73,8 @@ def generate(
             vocabulary, or options that exclude one another.
     """
     settings = settings or GenerationSettings()
-    if not prompts:
-        raise UserError("there is no prompt; give at least one")
+    if isinstance(prompts, str) or not prompts:
+        raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt")
     if on_text is not None and len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts cannot stream into one text; leave out on_text or give one prompt")
     if len(prompts) > 1 and assistant is not None:

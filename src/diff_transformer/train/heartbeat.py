@@ -61,15 +61,12 @@ class Heartbeat(threading.Thread):
         self._store.set(str(self.rank), json.dumps([*self._now, now - self._since, now, where]))
         known = {rank: self._store.get(str(rank)).decode() for rank in range(self.world)}
         self._seen = {r: self._seen[r] if self._seen.get(r, ("",))[0] == t else (t, now) for r, t in known.items()}
-        silent, behind = {}, {}
+        behind: dict[tuple, dict[int, str]] = {}  # by place, silent ranks first
         for rank, (text, seen) in self._seen.items():
             step, phase, age, _, where = json.loads(text)
-            if now - seen >= self.seconds:
-                silent[rank] = f"({where}) is silent since {phase!r} of step {step + 1}"
-            elif age + now - seen < self.seconds or phase == "checkpoint":
+            silent = now - seen >= self.seconds
+            if not silent and (phase == "checkpoint" or age + now - seen < self.seconds):
                 return {}
-            else:
-                behind.setdefault((step, PHASES.index(phase)), {})[rank] = (
-                    f"({where}) is in {phase!r} of step {step + 1}"
-                )
-        return silent or behind[min(behind)]
+            place, verb = ((), "silent since") if silent else ((step, PHASES.index(phase)), "in")
+            behind.setdefault(place, {})[rank] = f"({where}) is {verb} {phase!r} of step {step + 1}"
+        return behind[min(behind)]
