@@ -15,7 +15,7 @@ _HOMES = {
     "diff_attention_maps": "ops.api",
     "diff_attention_decode": "ops.decode",
     "diff_attention_varlen": "ops.varlen",
-    "available_backends": "ops.api",
+    "available_backends": "ops.backends",
     "DiffMaps": "ops.reference",
     "lambda_init": "model.lambdas",
     "DiffAttention": "model.attention",
@@ -48,9 +48,9 @@ if TYPE_CHECKING:
     from diff_transformer.model.lambdas import lambda_init as lambda_init
     from diff_transformer.model.modeling import DiffTransformerForCausalLM as DiffTransformerForCausalLM
     from diff_transformer.model.modeling import DiffTransformerModel as DiffTransformerModel
-    from diff_transformer.ops.api import available_backends as available_backends
     from diff_transformer.ops.api import diff_attention as diff_attention
     from diff_transformer.ops.api import diff_attention_maps as diff_attention_maps
+    from diff_transformer.ops.backends import available_backends as available_backends
     from diff_transformer.ops.decode import diff_attention_decode as diff_attention_decode
     from diff_transformer.ops.reference import DiffMaps as DiffMaps
     from diff_transformer.ops.varlen import diff_attention_varlen as diff_attention_varlen

@@ -102,6 +102,14 @@ def test_rotary_positions_are_relative():
         ((32, 4), {"head_norm": "no_weigth"}, r"no head_norm 'no_weigth' \(did you mean 'no_weight'\?\)"),
         ((32, 4), {"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
         ((32, 4), {"attention": "dffi"}, r"no attention 'dffi' \(did you mean 'diff'\?\)"),
+        ((32, 4), {"value_head_dim": 0}, "value_head_dim is 0"),
+        ((32, 8), {"attention": "diff_v2", "num_key_value_heads": 16}, "8 attention heads are not divisible by 16 key"),
+        ((32, 8), {"attention": "diff_v2", "num_key_value_heads": 3}, "a group's heads share keys and values"),
+        ((32, 8), {"attention": "grouped_diff", "signal_heads_per_noise_head": 2}, "groups of 2 signal heads"),
+        ((32, 8), {"attention": "grouped_diff", "num_key_value_heads": 8}, "must divide the 2 groups"),
+        ((32, 8), {"attention": "grouped_diff", "num_key_value_heads": 1}, "half of an even num_key_value_heads"),
+        ((32, 8), {"attention": "grouped_diff", "signal_heads_per_noise_head": 0}, "signal_heads_per_noise_head is 0"),
+        ((32, 8), {"attention": "dint", "window": 4, "is_causal": True}, "a window of 4 keys is asked for"),
     ],
 )
 def test_bad_arguments_are_refused(arguments, options, message):

@@ -115,6 +115,14 @@ def test_the_modules_run_where_they_have_to(variant, calls):
         assert not fused()
 
 
+@pytest.mark.parametrize("T", [1, 8])  # of which the kernel takes the first
+def test_lambda_is_computed_once(T, calls):
+    layer, (hidden, memory), seen = make(torch.float32, attention="diff_v2"), rows_of(torch.float32, T), []
+    layer.core.lam.register_forward_hook(lambda *_: seen.append(1))
+    layer(hidden, memory)
+    assert (len(seen), len(calls)) == (1, T == 1)
+
+
 @pytest.mark.parametrize("attention", ["diff", "diff_v2", "diff_v3", "grouped_diff"])
 def test_cached_steps_equal_the_whole(attention, calls):
     torch.manual_seed(0)

@@ -41,17 +41,6 @@ def test_the_window_is_the_band_mask(attention):
 
 
 @KINDS
-@pytest.mark.parametrize("layers", [1, 2])
-def test_a_token_reaches_no_further_than_the_window_a_layer(attention, layers):
-    model, ids = make(attention, num_hidden_layers=layers), tokens(1, 30)
-    changed = ids.clone()
-    changed[0, 3] = (ids[0, 3] + 1) % 512
-    moved = (model(ids).logits != model(changed).logits).any(-1)[0].nonzero().flatten()
-    assert moved.min() == 3
-    assert moved.max() <= 3 + layers * (WINDOW - 1)
-
-
-@KINDS
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_generation_far_beyond_the_window_equals_full_passes(attention, cache):
     model, ids = make(attention, num_key_value_heads=2), tokens(2, 3)

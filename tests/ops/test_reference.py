@@ -81,31 +81,11 @@ def test_gradcheck_of_masks():
 
 
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
-class TestIdentities:
-    def test_lam_zero_is_softmax_attention(self, backend):
-        x = make_inputs(T=111, D=16, Dv=16, requires_grad=False)
-        expected = scaled_dot_product_attention(x.q1, x.k1, x.v, is_causal=True)
-        torch.testing.assert_close(
-            diff_attention(*x[:5], 0.0, is_causal=True, backend=backend), expected, rtol=0, atol=1e-6
-        )
-
-    def test_equal_maps_cancel(self, backend):
-        x = make_inputs(T=111, requires_grad=False)
-        out = diff_attention(x.q1, x.q1, x.k1, x.k1, x.v, 1.0, is_causal=True, backend=backend)
-        torch.testing.assert_close(out, torch.zeros_like(out), rtol=0, atol=1e-6)
-
-    def test_swapped_maps_change_the_sign(self, backend):
-        x = make_inputs(T=111, requires_grad=False)
-        out = diff_attention(x.q1, x.q2, x.k1, x.k2, x.v, 1.0, is_causal=True, backend=backend)
-        swapped = diff_attention(x.q2, x.q1, x.k2, x.k1, x.v, 1.0, is_causal=True, backend=backend)
-        assert out.abs().max() > 0.1
-        torch.testing.assert_close(out, -swapped, rtol=0, atol=1e-6)
-
-    def test_rows_of_the_difference_sum_to_one_minus_lam(self, backend):
-        x = make_inputs(T=111, requires_grad=False)
-        ones = torch.ones_like(x.v)
-        out = diff_attention(*x[:4], ones, x.lam, is_causal=True, backend=backend)
-        torch.testing.assert_close(out, (1 - x.lam).expand_as(out), rtol=0, atol=1e-6)
+def test_lam_zero_is_softmax_attention(backend):
+    x = make_inputs(T=111, D=16, Dv=16, requires_grad=False)
+    expected = scaled_dot_product_attention(x.q1, x.k1, x.v, is_causal=True)
+    out = diff_attention(*x[:5], 0.0, is_causal=True, backend=backend)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-6)
 
 
 def test_rows_of_the_maps_sum_to_one_minus_lam():

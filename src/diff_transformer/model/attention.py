@@ -218,8 +218,8 @@ class DiffAttention(Attention):
         bias: whether the four projections have biases (the paper's have none).
         qk_norm: whether each query and key head passes an RMSNorm over ``head_dim`` before the rotary embedding, with
             one weight for all query heads and one for all key heads (the paper has none).
-        lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, backend: as in
-            ``DiffTransformerConfig``. Those of a part that the variant lacks are ignored.
+        lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, qk_clip, backend:
+            as in ``DiffTransformerConfig``. Those of a part that the variant lacks are ignored.
 
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does; ``torch.nn.Sequential``
     needs a wrapper that returns the first.

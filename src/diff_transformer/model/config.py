@@ -85,7 +85,7 @@ class DiffTransformerConfig(PreTrainedConfig):
     """d; None means ``hidden_size // num_attention_heads``."""
 
     value_head_dim: int | None = None
-    """Width of a value head; None means ``2 * head_dim``, for ``"diff_v2"`` and ``"softmax"`` ``head_dim``."""
+    """Width of a value head; None means ``2 * head_dim``, with one map or shared keys ``head_dim``."""
 
     signal_heads_per_noise_head: int = 3
     """r of ``"grouped_diff"``; the authors advise 3 or 4. 1 is ``"diff"``."""
@@ -274,7 +274,7 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
 
     Parameters agree within 1 %. For ``"diff"`` FLOPs and the key/value cache agree too: only ``attention`` differs, and
     the DIFF Transformer has ``6 head_dim`` more parameters in each layer. The same holds for a fixed lambda and for
-    ``"dint"``, which computes more. For ``"diff_v2"`` and ``"grouped_diff"`` ``intermediate_size`` differs too: see
-    ``cost_matched`` in ``model/matching.py``.
+    ``"dint"``, which computes more. For the others ``intermediate_size`` may differ too: see ``cost_matched`` in
+    ``model/matching.py``.
     """
     return cost_matched(config, **VARIANTS["softmax"], core=None)

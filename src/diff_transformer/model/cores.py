@@ -5,7 +5,7 @@ query head, dv width of a value head. ``count_heads`` says how many heads querie
 """
 
 import math
-from typing import Any, TypeGuard, TypeVar, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,13 +16,14 @@ from diff_transformer.model.heads import MATCHED, HeadCounts, Variant
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, lambda_init
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import can_decode, decode_heads, diff_attention, diff_attention_maps
+from diff_transformer.ops.api import diff_attention, diff_attention_maps
+from diff_transformer.ops.cpu.decode import can_decode, decode_heads
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.sdpa import packed_attention, packs, softmax_attention
 from diff_transformer.ops.varlen import diff_attention_varlen
 
-Part = TypeVar("Part", bound=nn.Module)
 Lambda = Any  # a number, a scalar tensor, or [B, h, T, 1]; None for one map
+Weights = tuple[Lambda, Tensor | None, Tensor | None]  # of ``AttentionCore.weights``
 
 
 class AttentionCore(nn.Module):
@@ -95,16 +96,16 @@ class AttentionCore(nn.Module):
 
         ``hidden_states [B, T, hidden_size]``: the input from which the numbers of each token are computed.
         """
-        out = decode_in_one_call(self, q, k, v, visible, hidden_states)
+        out, weights = decode_in_one_call(self, q, k, v, visible, hidden_states)
         if out is not None:
             return out
-        lam, first, after = self.weights(hidden_states)
+        lam, first, after = weights or self.weights(hidden_states)
         if visible.documents is None:
             return self.finish(self.attend(q, k, v, lam, visible, first).transpose(1, 2), after)
         out = self.attend_documents(q, k, v, lam, visible, first)
         return self.finish(out.unflatten(0, (q.shape[0], q.shape[2])), after)
 
-    def weights(self, hidden_states: Tensor | None) -> tuple[Lambda, Tensor | None, Tensor | None]:
+    def weights(self, hidden_states: Tensor | None) -> Weights:
         """Weights of the second and of the first map, and a gate after the norm; in fp32 or wider.
 
         None for what the variant lacks; a gate is ``[B, h, T, 1]``.
@@ -213,34 +214,37 @@ class AttentionCore(nn.Module):
 
 def decode_in_one_call(
     core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, visible: Visible, hidden_states: Tensor | None
-) -> Tensor | None:
+) -> tuple[Tensor | None, Weights | None]:
     """``core.forward`` of a few queries over a cache in one call of the CPU kernel; None where the modules have to run.
 
-    They have to if a hook, a wrapper or an experiment changed one of them.
+    They have to if a hook, a wrapper or an experiment changed one of them. The second result is ``core.weights``, if
+    this function computed them.
     """
     variant, changed = core.variant, "attend" in vars(core)
     if variant.maps == 1 or core.backend not in ("auto", "blockwise") or not can_decode(q, k, v):
-        return None
+        return None, None
     if variant.means or changed or visible.mask is not None or visible.documents is not None:
-        return None
+        return None, None
     parts = core._modules  # the look-up of an nn.Module takes a microsecond
     norm: Any = parts.get("head_norm")
     lam: Any = parts["lam"]
     if norm is not None and not is_plain(norm, RMSNorm):
-        return None
-    value, first, gate, vectors = lam.initial, None, None, ()
+        return None, None
+    weights, vectors = None, ()
     if is_plain(lam, LearnedLambda) and core.gates is None and variant.subtract:
-        vectors = tuple(cast(Any, lam)._parameters.values())
+        vectors = tuple(lam._parameters.values())
     else:
-        value, first, gate = core.weights(hidden_states)
+        weights = core.weights(hidden_states)
+    value, first, gate = weights or (lam.initial, None, None)
     norm_weight, norm_eps = (None, None) if norm is None else (norm._parameters["weight"], norm.eps)
-    return decode_heads(
+    out = decode_heads(
         *core.split(q, k), v, value, vectors, first, gate, norm_weight, norm_eps, core.gain, visible.is_causal,
         visible.window,
     )  # fmt: skip
+    return out, weights
 
 
-def is_plain(part: nn.Module, kind: type[Part]) -> TypeGuard[Part]:
+def is_plain(part: nn.Module, kind: type[nn.Module]) -> bool:
     """True if a call of ``part`` runs the ``forward`` of ``kind`` and nothing else: no wrapper, no hook."""
     if type(part) is not kind or "forward" in vars(part):
         return False

@@ -197,8 +197,6 @@ class DiffTransformerModel(DiffTransformerPreTrainedModel):
         config, (batch, queries, _) = self.config, inputs_embeds.shape
         cache = past_key_values if cache is None else cache
         means = CORES[config.attention].means
-        if means and (use_cache or cache is not None):
-            raise UserError("attention='dint' takes means over whole rows; call the model with use_cache=False")
         with_maps = config.output_attentions if output_attentions is None else output_attentions
         documents = None
         if cu_seq_lens_q is not None:

@@ -19,12 +19,6 @@ def test_the_table_has_every_layout_and_no_other():
         assert f"`{target}`" in PAGE.read_text() or f"--to {target}`" in PAGE.read_text()
 
 
-def test_the_functions_it_names_are_there():
-    for name in re.findall(r"`((?:from|to|attention_from|softmax|convert)_[a-z_]+)[`(]", PAGE.read_text()):
-        if name not in ("convert_folder",):
-            assert callable(getattr(convert, name)), name
-
-
 def test_its_recipe_makes_safetensors_of_a_pickle(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     model = LlamaForCausalLM(LlamaConfig(

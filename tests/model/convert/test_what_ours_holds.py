@@ -1,26 +1,11 @@
 """Fields that this package's model has for the sake of other checkpoints."""
 
-import math
-
 import pytest
 import torch
-from torch.nn.functional import rms_norm
 
 from diff_transformer import DiffAttention, DiffTransformerConfig, DiffTransformerForCausalLM
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.layers import PolyNorm
-
-
-def test_poly_norm_by_hand():
-    """Of (3, -1): cubes 27, -1; squares 9, 1; root mean squares sqrt(365), sqrt(41), sqrt(5)."""
-    norm = PolyNorm(eps=0.0)
-    norm.weight.data = torch.tensor([2.0, 3.0, 5.0])
-    norm.bias.data = torch.tensor([0.25])
-    expected = [
-        2 * 27 / math.sqrt(365) + 3 * 9 / math.sqrt(41) + 5 * 3 / math.sqrt(5) + 0.25,
-        2 * -1 / math.sqrt(365) + 3 * 1 / math.sqrt(41) + 5 * -1 / math.sqrt(5) + 0.25,
-    ]
-    assert norm(torch.tensor([3.0, -1.0])).tolist() == pytest.approx(expected)
 
 
 def test_poly_norm_in_bf16_takes_powers_in_fp32():
@@ -49,19 +34,6 @@ def test_models_with_poly_norm_are_counted_saved_and_started(tmp_path):
     assert torch.equal(DiffTransformerForCausalLM.from_pretrained(tmp_path)(ids).logits, model(ids).logits)
 
 
-def test_the_head_norm_may_have_an_epsilon_of_its_own():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}
-    for attention, width in (("diff", 16), ("softmax", 8)):
-        config = DiffTransformerConfig(
-            **sizes, attention=attention, rms_norm_eps=1e-3, head_norm_eps=0.5, softmax_head_norm=attention == "softmax"
-        )
-        model = DiffTransformerForCausalLM(config)
-        norm = model.model.layers[0].self_attn.core.head_norm
-        x = torch.randn(3, width)
-        torch.testing.assert_close(norm(x), rms_norm(x, (width,), norm.weight, 0.5))
-        assert model.model.norm.eps == 1e-3
-
-
 def test_biases_are_there_when_asked_for():
     plain, biased = DiffAttention(32, 8), DiffAttention(32, 8, bias=True)
     assert not any("bias" in name for name, _ in plain.named_parameters())
@@ -73,10 +45,3 @@ def test_biases_are_there_when_asked_for():
     torch.testing.assert_close(biased(x)[0], plain(x)[0])
     biased.o_proj.bias.data.fill_(1.0)
     torch.testing.assert_close(biased(x)[0], plain(x)[0] + 1.0)
-
-
-def test_lambda_of_a_model_follows_the_offset():
-    sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = DiffTransformerForCausalLM(DiffTransformerConfig(**sizes, lambda_depth_offset=-1))
-    starts = [layer.self_attn.core.lam.initial for layer in model.model.layers]
-    assert starts == pytest.approx([0.8 - 0.6 * math.exp(-0.3 * depth) for depth in (-1, 0, 1)])

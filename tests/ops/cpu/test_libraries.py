@@ -145,11 +145,9 @@ def processor(monkeypatch, tmp_path):
         flags = frozenset().union(*(library.LIBRARIES[each] for each in names))
         monkeypatch.setattr(library, "processor_flags", lambda: flags)
         monkeypatch.setattr(library, "path_of", lambda each: SOURCE.with_name(each) if each == "missing" else SOURCE)
-        loaded: list[str] = []
         monkeypatch.setattr(library, "load", lambda path: object())
         monkeypatch.delenv(library.SWITCH, raising=False)
         forget()
-        return loaded
 
     yield of
     forget()
@@ -238,18 +236,8 @@ def test_a_wheel_holds_the_libraries_and_is_built_without_a_compiler_too(compile
         (copy / each).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / each, copy / each)
     environment = {**os.environ, **({} if compiler else {"CXX": "no-such-compiler"})}
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "--no-deps",
-        "--no-build-isolation",
-        "-v",
-        ".",
-        "-w",
-        str(tmp_path),
-    ]
+    options = ("--no-deps", "--no-build-isolation", "-v", "-w", str(tmp_path))
+    command = [sys.executable, "-m", "pip", "wheel", ".", *options]
     built = subprocess.run(command, cwd=copy, env=environment, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
     (wheel,) = tmp_path.glob("*.whl")

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from diff_transformer.ops.arguments import active_transform, traced
 from diff_transformer.ops.cpu import in_memory
@@ -24,7 +22,7 @@ def can_decode(q: Tensor, k: Tensor, v: Tensor) -> bool:
         return False
     if q.shape[2] > MAX_DECODE_ROWS or not q.is_cpu or q.dtype not in _DTYPES or not q.dtype == k.dtype == v.dtype:
         return False
-    if active_transform() is not None or _functions_replaced() or not available():
+    if active_transform() is not None or not available():
         return False
     if torch.is_autocast_enabled("cpu") and q.dtype != torch.get_autocast_dtype("cpu"):
         return False
@@ -119,10 +117,3 @@ _DTYPES = (torch.float32, torch.bfloat16)
 def _readable(tensors: Sequence[Tensor]) -> bool:
     """True if the values lie at the tensors' addresses and need no gradient."""
     return in_memory(tensors) and not (torch.is_grad_enabled() and any(x.requires_grad for x in tensors))
-
-
-def _functions_replaced() -> bool:
-    """True if a mode of torch.overrides may change what functions compute; a default device changes none here."""
-    if not torch._C._len_torch_function_stack():
-        return False
-    return any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
