@@ -36,14 +36,15 @@ def hub(monkeypatch):
     return Hub
 
 
-def test_rows_of_files_in_every_format(tmp_path):
+def test_rows_of_files_in_every_format(tmp_path, monkeypatch):
     rows = [{"text": "one", "label": "a"}, {"text": "two, three", "label": "b"}]
     write(tmp_path / "a.jsonl", *rows)
     (tmp_path / "b.json").write_text(json.dumps(rows, indent=1))
     (tmp_path / "c.csv").write_text('text,label\none,a\n"two, three",b\n')
     datasets.Dataset.from_list(rows).to_parquet(tmp_path / "d.parquet")
+    monkeypatch.setenv("HOME", str(tmp_path))
     for name in ("a.jsonl", "b.json", "c.csv", "d.parquet"):
-        assert rows_of(str(tmp_path / name)) == rows
+        assert rows_of(f"~/{name}") == rows
     assert stem_of(tmp_path / "my.set-Test.jsonl.gz") == "my.set-Test"
     (tmp_path / "empty.json").write_text("[]")
     with pytest.raises(UserError, match="holds no rows"):

@@ -131,7 +131,7 @@ def test_prompts_are_as_long_as_the_length_allows(chat, monkeypatch):
 
 
 class Words:
-    words = TEXT
+    words = (*TEXT, *(word for word in TEXT if word != "."))  # the second half is one sentence
 
     def without(self, spellings):
         return self

@@ -19,6 +19,7 @@ from diff_transformer.data.tasks.types import GroundedItem
 from diff_transformer.errors import UserError
 
 NOISE = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
+LONGEST = 30  # words of a sentence, so that a prompt comes close to its length
 SHORT = 4096  # tokens below which the lists of "cwe" repeat their words less often
 _SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _DEPTHS = np.linspace(0, 100, 40).round()  # per cent of the text, before which needles stand
@@ -53,7 +54,7 @@ class Task:
 
 
 def material(text: Sequence[str], questions: Sequence[GroundedItem] = ()) -> Material:
-    """Words and sentences of a text, given as words.
+    """Words and sentences of a text, given as words. Longer sentences, such as code, are cut after 30 words.
 
     Raises:
         UserError: for a text with fewer than 500 different words of 4 to 10 small letters.
@@ -62,9 +63,10 @@ def material(text: Sequence[str], questions: Sequence[GroundedItem] = ()) -> Mat
     words = tuple(sorted(word for word in plain if 4 <= len(word) <= 10))
     if len(words) < 500:
         raise UserError(f"the text has {len(words)} different words of 4 to 10 small letters; RULER needs 500")
-    sentences = _SENTENCE.split(" ".join(map(str.strip, text)))
+    sentences = [sentence.split() for sentence in _SENTENCE.split(" ".join(map(str.strip, text)))]
+    parts = [" ".join(of[i : i + LONGEST]) for of in sentences for i in range(0, len(of), LONGEST)]
     asked = tuple(item for item in questions if item.kind == "question" and item.document)
-    return Material(words, tuple(sentences), asked)
+    return Material(words, tuple(parts), asked)
 
 
 def needles(

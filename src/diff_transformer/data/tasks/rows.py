@@ -1,6 +1,7 @@
 """Rows of question sets: of JSON, JSON-lines, CSV and parquet files, also compressed, or of the hub."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,8 @@ def rows_of(name: str, *, split: str | None = None) -> list:
         UserError: for a path that does not exist, a file that cannot be read, one without rows, and a data set that
             cannot be downloaded.
     """
-    path = Path(name).expanduser()
+    name = os.path.expanduser(name)
+    path = Path(name)
     kind = suffix_of(path)
     if not name.startswith("hub:") and not path.is_dir() and (not path.is_file() or kind not in SUFFIXES):
         raise UserError(f"no file at {name}; give {', '.join(SUFFIXES)}, also .gz or .zst, or hub:NAME")
