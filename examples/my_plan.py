@@ -3,9 +3,8 @@
 diff-transformer study examples/my_plan.py --corpus FOLDER --out runs/mine --minutes 60
 """
 
-from operator import attrgetter
-
 from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.record import Record
 from diff_transformer.lab.stages import SWEPT, Stage
 
 SIDES = {
@@ -13,6 +12,11 @@ SIDES = {
     "diff": {"attention": "diff", "head_norm_init": 0.1},
     "control": {"variant": "softmax_norm", "head_norm_init": 0.1},  # of equal cost
 }
+
+
+def final_loss(record: Record) -> float:
+    """The last validation loss: what the sweep minimises."""
+    return record.metrics["validation_loss"]
 
 
 def stages(corpus: str) -> list[Stage]:
@@ -23,8 +27,8 @@ def stages(corpus: str) -> list[Stage]:
         config.data.corpus = corpus
         config.model["hidden_size"], config.model["num_attention_heads"] = width, width // 16
     sweep = {"width64": settings["width64"]}
-    by_loss, measure = attrgetter("final_loss"), ("associative_recall", "needle")
+    measure = ("associative_recall", "needle")
     return [
-        Stage(sweep, SIDES, (100,), (1e-3, 2e-3, 4e-3), "sweep/lr{rate:g}", measure=(), score=by_loss),
+        Stage(sweep, SIDES, (100,), (1e-3, 2e-3, 4e-3), "sweep/lr{rate:g}", measure=(), score=final_loss),
         Stage(settings, SIDES, range(3), SWEPT, measure=measure),
     ]

@@ -5,6 +5,7 @@ import pytest
 from diff_transformer.checks import differences
 from diff_transformer.lab.recipes import RECIPES, recipe
 from diff_transformer.lab.recipes.paper import SCALING, ablation_1p4b, scaling
+from diff_transformer.lab.worker import more_experiments
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.cost import model_cost
 from diff_transformer.train.config import RunConfig
@@ -20,6 +21,7 @@ def test_every_recipe_is_whole(name):
     run = recipe(name)
     assert RunConfig.from_dict(run.to_dict()) == run
     assert config_of(run).max_position_embeddings >= run.data.length
+    more_experiments(run)
 
 
 @pytest.mark.parametrize("name", RECIPES)

@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 from desk.plan import MATCHED, SIDES, base
 from desk.plan import stages as desk_stages
-from ladder.plan import stages as ladder_stages
 
 from diff_transformer import DiffTransformerConfig
 from diff_transformer.errors import UserError
@@ -79,7 +78,8 @@ def test_seeds_may_come_from_a_generator(texts):
 
 def test_a_plan_of_a_user_is_named_by_its_file(texts, tmp_path):
     sweep, main = load_stages(str(EXAMPLE), str(texts))
-    assert len(sweep.specs({})) == 3 * 3
+    keep(tmp_path, sweep.specs({}), *[3.0, 2.0, 4.0] * 3)
+    assert best_rates(sweep, {}, tmp_path) == {"softmax": 2e-3, "diff": 2e-3, "control": 2e-3}
     specs = main.specs({"softmax": 1e-3, "diff": 2e-3, "control": 4e-3})
     assert [spec.key for spec in specs][:4] == [
         "width64/softmax-seed0", "width64/diff-seed0", "width64/control-seed0", "width128/softmax-seed0",
@@ -228,15 +228,6 @@ def test_the_desk_study_compares_like_with_like():
                         each["model"].pop(name, None)
                 assert ours == theirs, (side, cell.key)
     assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
-
-
-def test_the_ladder_has_four_sizes_with_equal_tokens():
-    cells = [spec for stage in ladder_stages("python") for spec in stage.specs({})]
-    sizes = {cell.config.model["hidden_size"] for cell in cells}
-    assert len(sizes) == 4
-    assert {cell.side for cell in cells} == {"softmax", "diff"}
-    configs = [cell.config for cell in cells]
-    assert len({config.train.steps * config.train.batch_size * config.data.length for config in configs}) == 1
 
 
 def test_the_matched_head_norm_is_what_the_untrained_pair_has():

@@ -131,7 +131,7 @@ def uptrain() -> RunConfig:
         train=TrainConfig(
             steps=400, batch_size=8, validate_every=50, validation_rows=128, checkpoint_every=400, threads=1
         ),
-        evaluation=EvaluationConfig(more={"long_nll": {}, "quantization": {}, "gradient_flow": {"init": False}}),
+        evaluation=EvaluationConfig(more={"long_nll": {}, "quantization": {}}),
     )
 
 
