@@ -9,6 +9,7 @@ from made_rows import comparison, model
 
 from diff_transformer.errors import UserError
 from diff_transformer.lab.record import load_records
+from diff_transformer.lab.results import read_results
 from diff_transformer.lab.rows import FILE, Rows, encode, read_file, read_rows, row, rows_of, write_rows
 
 
@@ -133,6 +134,13 @@ def test_a_model_trained_on_in_place_is_another_one(tmp_path):
     write_rows(tmp_path / "a.jsonl.gz", of_eval("m", "x/m", "11111111", score=1.0))
     write_rows(tmp_path / "b.jsonl.gz", of_eval("m", "x/m", "22222222", score=0.0))
     assert read_rows(tmp_path).sides == ["m (11111111)", "m (22222222)"]
+
+
+def test_what_lies_beside_a_comparison_is_read_too(tmp_path):
+    write_rows(tmp_path / "demo" / "members" / "diff-seed0" / FILE, model("diff"))
+    (tmp_path / "demo" / "compare.json").write_text("{}")
+    write_rows(tmp_path / "gpt2" / "needle" / "gpt2.jsonl.gz", of_eval("gpt2", "x/gpt2", "1"))
+    assert read_results(tmp_path).sides == ["diff", "gpt2"]
 
 
 def test_the_same_file_twice_is_one_measurement(tmp_path):

@@ -1,5 +1,7 @@
 """Fits of scaling laws, tables of runs, and what is refused."""
 
+import re
+
 import numpy as np
 import pandas as pd
 import pytest
@@ -93,7 +95,7 @@ def test_the_papers_ratios_are_read_from_a_table_and_written_as_rows_of_both_mod
     assert rows["ratio"]["tokens"] == pytest.approx(0.637, rel=1e-6)
     assert rows["exponent"]["parameters"] == pytest.approx(0.28, rel=1e-6)
     table = markdown(read_rows(tmp_path / "r.jsonl.gz"))
-    assert "| parameters for equal loss, ratio | 0.622" in table
+    assert re.search(r"\| parameters for equal loss, ratio \| 0\.622[^|]* \|  \|", table)  # of ours alone
     assert "| exponent of loss against tokens | 0.270" in table
 
 

@@ -57,6 +57,20 @@ def test_the_order_of_examples_costs_the_range_of_accuracies():
     assert QUANTITIES["order_random"].reduce is best_minus_worst
 
 
+def test_each_model_has_the_lengths_of_its_own_measurement():
+    recall, bins = ["length", "hits", "questions"], ["end", "sum", "count"]
+    rows = [
+        *table("recall", recall, [[8, 2, 4], [16, 1, 4]]),
+        *table("recall", recall, [[4, 4, 4], [8, 0, 4]], "gpt2"),
+        *table("long_nll", bins, [[128, 256, 128]]),
+        *table("long_nll", bins, [[100, 300, 100]], "gpt2"),
+    ]
+    found = {id: [QUANTITIES[id].values(Rows(rows), side) for side in ("diff", "gpt2")]
+             for id in ("recall", "recall_2x", "nll128", "long_nll")}  # fmt: skip
+    assert found == {"recall": [{0: 0.5}, {0: 1.0}], "recall_2x": [{0: 0.25}, {0: 0.0}], "nll128": [{0: 2.0}, {}],
+                     "long_nll": [{0: 2.0}, {0: 3.0}]}  # fmt: skip
+
+
 def test_cells_of_needles_are_those_that_were_measured():
     rows = Rows(table("needle", ["n", "r", "score"], [[6, 2, 1.0], [3, 1, 0.0]]))
     assert [q.id for q in registered(rows) if q.experiment == "needle"] == ["needle_n3_r1", "needle_n6_r2"]

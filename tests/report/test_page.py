@@ -181,6 +181,21 @@ def test_pictures_have_plain_colours(tmp_path):
         write_picture(Rows(comparison()), "many_shot", tmp_path / "b.svg")
 
 
+def test_axes_are_in_order_and_have_labels_whatever_was_measured(tmp_path):
+    """Of models with other numbers of examples, and of intervals below 0 on a logarithmic axis."""
+    shots = [row("many_shot", side, example=n, shots=n, order="random", order_seed=0, score=1.0)
+             for side, counts in (("a", (1, 7, 31)), ("b", (1, 6, 28))) for n in counts]  # fmt: skip
+    text = write_picture(Rows(shots), "many_shot", tmp_path / "a.svg").read_text()
+    assert [int(n) for n in re.findall(r">(\d+)</text>", text)][:5] == [1, 6, 7, 28, 31]
+    *_, by_order = figures.many_shot(Rows(shots), {"a": "a", "b": "b"})
+    assert [*by_order.frame["side"]] == ["a", "b"]
+    largest = [row("outliers_top", "a", seed, kind="logits", layer=-1, k=1, value=value)
+               for seed, value in enumerate((10.0, 20.0, 300.0))]  # fmt: skip
+    text = write_picture(Rows(largest), "outliers", tmp_path / "b.svg").read_text()
+    assert "NaN" not in text
+    assert ">100</text>" in text
+
+
 def test_nothing_is_written_over_and_too_large_a_page_is_refused(tmp_path, monkeypatch):
     rows = Rows(comparison(("diff",)))
     write_report(rows, tmp_path / "deep" / "a.html")

@@ -22,15 +22,16 @@ def loss_up_to(position: float) -> "Callable[[pd.DataFrame], pd.DataFrame]":
     """For each document, its mean loss over the first ``position`` tokens; none where no bin ends there."""
 
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        frame = frame[frame["end"] <= position] if (frame["end"] == position).any() else frame[:0]
-        sums = frame.groupby(list(UNIT), sort=False)[["sum", "count"]].sum().reset_index()
-        return sums.assign(loss=sums["sum"] / sums["count"])
+        frame = frame[frame["end"] <= position]
+        return whole_length(frame[frame.groupby(list(UNIT))["end"].transform("max") == position])
 
     return of
 
 
 def whole_length(frame: "pd.DataFrame") -> "pd.DataFrame":
-    return loss_up_to(frame["end"].max())(frame)
+    """For each document, its mean loss over all tokens that were measured."""
+    sums = frame.groupby(list(UNIT), sort=False)[["sum", "count"]].sum().reset_index()
+    return sums.assign(loss=sums["sum"] / sums["count"])
 
 
 def cost_of_bits(bits: int, column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
@@ -43,16 +44,12 @@ def cost_of_bits(bits: int, column: str) -> "Callable[[pd.DataFrame], pd.DataFra
     return of
 
 
-def trained_length(frame: "pd.DataFrame") -> "pd.DataFrame":
-    return times_the_length(1)(frame)
-
-
 def times_the_length(times: int) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The rows of recall with ``times`` the length of the shortest, which is the trained one, of each model."""
+
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        frame = frame.assign(share=frame["hits"] / frame["questions"])
-        lengths = sorted(frame["length"].unique())
-        place = times.bit_length() - 1  # rows have 1, 2 and 4 times the length
-        return frame[frame["length"] == lengths[place]] if place < len(lengths) else frame[:0]
+        trained = frame.groupby(["setting", "side", "seed", "data_seed"])["length"].transform("min")
+        return frame.assign(share=frame["hits"] / frame["questions"])[frame["length"] == times * trained]
 
     return of
 

@@ -24,7 +24,6 @@ from diff_transformer.lab.per_example import (
     over_layers,
     steps_to_goal,
     times_the_length,
-    trained_length,
     where,
     whole_length,
 )
@@ -139,7 +138,8 @@ class Quantity:
         if self.ends:
             frame = rows[self.experiment]
             frame = self.of(frame) if self.of else frame
-            found = frame[frame["side"] == side].reindex(columns=[*self.columns, *self.ends]).to_numpy(float)
+            found = frame[frame["side"] == side].reindex(columns=[*self.columns, *self.ends])
+            found = found.dropna(subset=[*self.columns]).to_numpy(float)
             return Average(*found[0], 1, 1) if len(found) else average([])
         if self.reduce is mean:
             frame, (column,) = self.examples(rows)
@@ -238,8 +238,9 @@ def _order(kind: str, words: str) -> Quantity:
 _NEEDLES = "needle_n1_r1"  # its place in the registry is that of all cells
 _REGISTERED = [
     _loss("loss", "loss", ("loss",), "Lower language-modelling loss", "validation"),
-    Quantity("recall", "accuracy of key-value recall", "accuracy", "higher", "recall", ("share",), of=trained_length,
-             claim="More values recalled from noise", paper=paper.needles((0, 0)).replace("(6, 2)", "needles (6, 2)"),
+    Quantity("recall", "accuracy of key-value recall", "accuracy", "higher", "recall", ("share",),
+             of=times_the_length(1), claim="More values recalled from noise",
+             paper=paper.needles((0, 0)).replace("(6, 2)", "needles (6, 2)"),
              source="Section 3.4", figure="recall", ours=True),
     _loss("ar_hit", "loss on AR-Hit", ("ar_hit_sum", "ar_hit_count"), "Lower loss where the context can be recalled",
           "ar_hit", reduce=ratio_of_sums, untested=_recalls_little),
@@ -287,8 +288,8 @@ _REGISTERED = [
     *(Quantity(f"recall_{n}x", f"recall at {n} times the length", "accuracy", "higher", "recall", ("share",),
                of=times_the_length(n)) for n in (2, 4)),
     Quantity("recall_first_question", "accuracy on the first question", "", "higher", "recall_first", ("right",)),
-    Quantity("recall_answer", "attention on the answer", "", "higher", "recall_first", ("answer",)),
-    Quantity("recall_noise", "attention on the noise", "", "lower", "recall_first", ("noise",)),
+    Quantity("recall_answer", "attention on the value asked for", "", "higher", "recall_first", ("answer",)),
+    Quantity("recall_noise", "attention on the noise of recall", "", "lower", "recall_first", ("noise",)),
     *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))
       for key, words in (("median", "median"), ("largest", "largest"))),
     Quantity("gradient_spikes", "gradient spikes", "", "", "gradients", ("spikes",)),

@@ -2,17 +2,20 @@
 
 from pathlib import Path
 
-from diff_transformer.lab.rows import CURVES, ENDING, EXPLORER, RECALL, Rows, read_file, read_rows
+from diff_transformer.lab.rows import CURVES, ENDING, EXPLORER, RECALL, Rows, files_of, read_file, read_rows
 
 REQUEST = "compare.json"  # of a comparison's folder: seeds and configuration
 ABOUT, SPEED = f"comparison{ENDING}", f"throughput{ENDING}"
 
 
-def read_results(*sources: Path) -> Rows:
+def read_results(*sources: Path | str) -> Rows:
     """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them."""
-    below = {source: sorted(path.parent for path in source.rglob(REQUEST)) for source in sources if source.is_dir()}
-    comparisons = list(dict.fromkeys(folder for folders in below.values() for folder in folders))
-    others = [source for source in sources if not below.get(source)]
+    comparisons, others = {}, []
+    for source in map(Path, sources):
+        below = [path.parent for path in sorted(source.rglob(REQUEST))]
+        beside = [path for path in files_of(source) if not {*below} & {*path.parents}] if below else [source]
+        comparisons |= dict.fromkeys(below)
+        others += beside
     rows = read_rows(*others) if others or not comparisons else Rows()
     for folder in comparisons:
         found = read_comparison(folder)

@@ -49,7 +49,7 @@ class Panel:
         kind: "dots", averages with 95 % intervals; "curve", a line a seed and a thick one for their mean; or "heads", a
             square for each ``layer`` and ``head`` of one side, as dark as its mean.
         joined: connect dots by a line; put a mark at each point of a curve.
-        log: logarithmic y axis.
+        log: logarithmic y axis of dots.
         domain: of the y axis.
     """
 
@@ -126,6 +126,8 @@ def _dots(panel: Panel, sides: Sides) -> Spec:
     words = "{}, {}: {:.4g} ({:.4g} to {:.4g}, n {})"
     frame["words"] = [words.format(*values) for values in zip(*columns, strict=True)]
     places = list(dict.fromkeys(frame["x"]))
+    if pd.api.types.is_numeric_dtype(panel.frame[panel.x]):  # models may have been measured at other places
+        places.sort(key=float)
     beside = [(names.index(name) - (len(names) - 1) / 2) * 0.7 / len(names) for name in frame["name"]]
     frame["at"] = [places.index(x) + by for x, by in zip(frame["x"], beside, strict=True)]
     axis = {
@@ -135,6 +137,8 @@ def _dots(panel: Panel, sides: Sides) -> Spec:
     x = _by("at", title=panel.x, axis=axis, scale={"domain": [-0.5, len(places) - 0.5], "nice": False})
     base = {"x": x, **by_side(sides, "color")}
     log = panel.log and bool((frame["mean"] > 0).all())
+    if log:  # an interval that reaches 0 ends at the edge
+        frame["low"] = frame["low"].clip(lower=frame["mean"].min() / 10)
     scale = {"type": "log", "nice": False, "padding": 8} if log else {"zero": False, "padding": 6}
     y = _by("mean", title=None, scale=scale, axis={"format": "~g", "tickCount": 4} if log else {})
     ends = {"y": _by("low", scale=scale, title=None), "y2": {"field": "high"}}
@@ -173,8 +177,7 @@ def _curve(panel: Panel, sides: Sides) -> Spec:
     mean = mean[mean["seeds"] == mean["name"].map(seeds)]
     words = zip(mean["name"], mean["x"], mean["y"], strict=True)
     mean = mean.assign(words=[f"{name}, {panel.x} {x:g}: {y:.4g}" for name, x, y in words])
-    scale: Spec = {"zero": False, "type": "log" if panel.log else "linear"}
-    scale |= {"domain": [*panel.domain]} if panel.domain else {}
+    scale: Spec = {"zero": False, **({"domain": [*panel.domain]} if panel.domain else {})}
     shared = {
         "x": _by("x", title=panel.x, axis={"tickCount": 5, "format": ",.0f"}),
         "y": _by("y", title=None, axis={"format": "~g", "tickCount": 5}, scale=scale),

@@ -80,8 +80,8 @@ def slices(rows: Rows, sides: Sides) -> list[Panel]:
 
 
 @figure("recall", "Key-value recall in noise", "Section 3.4", "recall",
-        "A small model of each side, trained on recall alone: pairs of key and value among noise, then a key whose "
-        "value is asked for. Rows have one, two and four times the trained length.")  # fmt: skip
+        "Pairs of key and value among noise, then a key whose value is asked for; rows of one, two and four times the "
+        "length. In a comparison, small models are trained on it alone.")  # fmt: skip
 def recall(rows: Rows, sides: Sides) -> list[Panel]:
     frame, curve = rows["recall"].assign(share=lambda of: of["hits"] / of["questions"]), rows["recall_curve"]
     panels = [Panel("Accuracy over training", curve, "accuracy", "step", "curve")] if len(curve) else []
@@ -178,7 +178,8 @@ def many_shot(rows: Rows, sides: Sides) -> list[Panel]:
         Panel(f"Accuracy, {order}", of, "score", "shots", joined=True)
         for order, of in frame.groupby("order", sort=False)
     ]
-    most = frame[frame["shots"] == frame["shots"].max()].rename(columns={"order_seed": "order drawn"})
+    most = frame[frame["shots"] == frame.groupby("side")["shots"].transform("max")]
+    most = most.rename(columns={"order_seed": "order drawn"})
     return panels + [
         Panel(f"By order, {order}", of, "score", "order drawn") for order, of in most.groupby("order", sort=False)
     ]
@@ -251,16 +252,16 @@ def hessian(rows: Rows, sides: Sides) -> list[Panel]:
         "DIFF and of its Transformer.")  # fmt: skip
 def gradient_flow(rows: Rows, sides: Sides) -> list[Panel]:
     frame = rows["gradient_flow"]
-    frame = frame[frame["part"].isin(["q", "k", "v", "o"])]
+    frame = frame[frame["part"].isin(["q", "k", "v", "qkv", "o"])]
     return [Panel(state, of, "rms", "part", log=True) for state, of in frame.groupby("state", sort=False)]
 
 
 @figure("scaling", "Loss by size", "Figure 3", "scaling_runs", "Runs of both models, and their fitted power laws.")
 def scaling(rows: Rows, sides: Sides) -> list[Panel]:
     return [
-        Panel(f"{name.capitalize()} loss", of.rename(columns={"x": str(fit)}), name, str(fit), "curve", True)
+        Panel(title, of.rename(columns={"x": str(fit)}), name, str(fit), "curve", True)
         for fit, of in rows["scaling_runs"].groupby("fit", sort=False)
-        for name in ("loss", "fitted")
+        for name, title in (("loss", "Loss"), ("fitted", "Fitted loss"))
     ]
 
 

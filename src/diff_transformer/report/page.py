@@ -17,7 +17,8 @@ from markupsafe import Markup
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, registered
-from diff_transformer.lab.rows import CURVES, SETTINGS, Rows, clean, read_rows
+from diff_transformer.lab.results import read_results
+from diff_transformer.lab.rows import CURVES, SETTINGS, Rows, clean
 from diff_transformer.lab.sides import BASELINE, CONTROLS, NAMES, PAIR, SOURCE, name_of
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, judge
 from diff_transformer.report import words
@@ -60,7 +61,7 @@ def write_report(sources: Sequence[Path | str] | Rows, out: Path | str, *, overw
         UserError: if ``out`` exists and ``overwrite`` is False, or there is nothing to show.
     """
     out = _new_file(Path(out), overwrite)
-    page = render(sources if isinstance(sources, Rows) else read_rows(*sources)).encode()
+    page = render(sources if isinstance(sources, Rows) else read_results(*sources)).encode()
     if len(page) > LIMIT:
         raise UserError(
             f"the page would have {len(page) / 1e6:.1f} MB; give fewer results, or choose some with --setting"

@@ -46,7 +46,7 @@ def p_value(value: float) -> str:
 def short(count: float) -> str:
     """A count with its unit: 640 K, 2.8 B."""
     for size, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= size:
+        if count >= 0.9995 * size:  # three digits round up
             return f"{count / size:.3g} {unit}"
     return f"{count:.0f}"
 
@@ -110,7 +110,7 @@ def facts(rows: Rows) -> dict[str, str]:
         shown["Recipe"] = config["name"]
     for side, count in rows["model"].groupby("side", sort=False)["parameters"].max().items():
         if side in ("diff", BASELINE) and count == count:
-            shown["Parameters" if side == "diff" else "Its Transformer's"] = short(float(count))
+            shown[f"Parameters, {name_of(side)}"] = short(float(count))
     if train.get("steps") and data.get("length"):
         tokens = train["batch_size"] * data["length"]
         shown["Steps"] = f"{train['steps']:,} of {train['batch_size']} × {data['length']} tokens"
