@@ -71,7 +71,8 @@ def test_failed_and_skipped_are_printed_whole(tiny, tmp_path, capsys, monkeypatc
     ("arguments", "message"),
     [
         (("toaster",), "no benchmark 'toaster'; there are: attention, decode, throughput, step"),
-        (("decode", None, False, "cpu", "1x1x8x8"), "grid gives shapes of the benchmark 'attention'"),
+        (("decode", None, False, "cpu", "1x1x8x8"), "grid choose shapes of the benchmark 'attention'"),
+        (("step", None, True), "full and grid choose shapes of the benchmark 'attention'; 'step' has its own"),
         (("attention", None, False, "cpu", "1x1"), "'1x1' is not a shape"),
         (("attention", None, False, "cuda"), "device is 'cuda', which is not here"),
     ],

@@ -22,9 +22,7 @@ from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.evaluate import run_eval, settings_of
 
 QUESTIONS = [
-    GroundedItem(
-        "question", f"The tower has {n} steps. The bridge has {n + 1} arches.", "How many steps?", (str(n),), f"q{n}"
-    )
+    GroundedItem("question", f"The tower has {n} steps. The bridge has {n + 1} arches.", "How many steps?", (str(n),))
     for n in range(10, 16)
 ]
 SUMMARIES = [
@@ -63,6 +61,7 @@ def test_copying_scores_one_and_inventing_zero():
     false = evaluate_hallucination(Writer(lambda prompt: "77 volcanoes"), SETS, contained)
     assert mean(false) == 0.0
     json.dumps(true.rows)
+    assert len({row["example"] for row in true.rows}) == len(true.rows) == 10
 
 
 def test_silence_is_wrong_and_no_judge_is_asked():
@@ -154,15 +153,6 @@ def test_a_tokenizer_without_a_fast_backend_is_refused(document):
 def test_limit_takes_the_first_of_each_set():
     result = evaluate_hallucination(Writer(copies), SETS, contained, samples=Samples(limit=2))
     assert [row["set"] for row in result.rows] == ["towers", "towers", "ferries", "ferries"]
-
-
-@pytest.mark.parametrize("family", ["llama", "qwen2", "gpt2", "diffllama"])
-def test_models_of_other_families(family):
-    lm = tiny_lm(family, positions=200, vocab_size=258, eos_token_id=256)
-    items = [GroundedItem("question", "No such thing is known. " * n, "Who?", ("Nobody",)) for n in (1, 2, 20)]
-    result = evaluate_hallucination(lm, {"q": items}, contained, Settings(answer_tokens=8))
-    assert [row["truncated"] for row in result.rows] == [False, False, True]
-    assert all(len(row["prompt"].encode()) + 8 <= 200 for row in result.rows)
 
 
 SOURCE = '''

@@ -170,7 +170,7 @@ def test_an_endpoint_is_asked_again_and_its_refusals_are_told(server):
 
 def test_judges_by_name():
     assert make_judge("containment") is contained
-    assert contained(GroundedItem("question", "d", "q", (), "q7"), "x").answer == "undecided"
+    assert contained(GroundedItem("question", "d", "q"), "x").answer == "undecided"
     for name in ("oracle", "endpoint", "lm:x"):
         with pytest.raises(ValueError, match=f"judge is '{name}'; give containment or endpoint:MODEL"):
             make_judge(name)

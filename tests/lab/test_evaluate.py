@@ -1,9 +1,6 @@
 """Plans of several experiments: refusals before anything runs, and the settings of each experiment."""
 
-import ast
-import inspect
 import os
-from dataclasses import fields
 from pathlib import Path
 
 import numpy as np
@@ -109,20 +106,11 @@ def test_a_file_that_is_no_experiment_is_said(tmp_path):
         experiment(str(tmp_path / "absent.py"))
 
 
-@pytest.mark.parametrize("name", evaluate.EXPERIMENTS)
-def test_settings_are_the_only_place_of_defaults(name):
-    """A default of ``evaluate_...`` that a field of ``Settings`` has too is taken from there."""
-    tree = ast.parse(inspect.getsource(experiment(name)))
-    named = {found.name for found in fields(experiment(name).Settings)} - {"samples"}  # there, the Samples
-    for function in ast.walk(tree):
-        if isinstance(function, ast.FunctionDef) and function.name.startswith("evaluate"):
-            given = zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True)
-            for argument, default in given:
-                if argument.arg in named and default is not None:
-                    assert ast.unparse(default) == f"Settings.{argument.arg}"
-
-
-def test_every_model_has_a_name_of_its_own():
+def test_every_model_has_a_name_of_its_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "request.json").write_text('{"side": "diff", "seed": 3, "setting": "demo"}')  # as in a run's folder
+    assert evaluate._identity("tiny", "acme/tiny") == ("tiny", 0, "")
+    assert evaluate._identity("model", str(tmp_path / "run" / "model")) == ("diff", 3, "demo")
     assert labels_of(["runs/a/model", "runs/b"]) == ["a", "b"]
     assert labels_of(["x/old", "y/old"]) == ["x_old", "y_old"]
     assert labels_of(["old/model", "../old/model"]) == ["old_model-1", "old_model-2"]

@@ -44,8 +44,8 @@ def run_bench(
     from diff_transformer.bench import attention, decode, pair
 
     require_known("benchmark", name, BENCHMARKS)
-    if grid is not None and name != "attention":
-        raise UserError(f"grid gives shapes of the benchmark 'attention'; {name!r} has its own")
+    if (full or grid is not None) and name != "attention":
+        raise UserError(f"full and grid choose shapes of the benchmark 'attention'; {name!r} has its own")
     require_device(device)
     kind = torch.device(device).type
     shapes = default_grid(device, full) if grid is None else parse_shapes(grid)

@@ -100,7 +100,6 @@ def attention_entry(
         return lm.tokenizer.decode([token]) if named is None else named.get(token, "·")
 
     entry = {
-        "model": lm.name,
         "title": title,
         "tokens": [shown(token) for token in ids.tolist()],
         "answer_span": [place + shift for place in answer_span] if any(answer_span) else list(answer_span),

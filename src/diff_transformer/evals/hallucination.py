@@ -78,11 +78,11 @@ def evaluate_hallucination(
         def score(batch: Sequence[GroundedItem], name: str = name) -> list[dict]:
             made = []
             for item, output in zip(batch, _outputs(lm, batch, limit, settings), strict=True):
-                first = {"example": f"{name} {item.id}", "set": name, "kind": item.kind}
-                made.append(first | output | _judged(judge, item, output))
+                made.append({"set": name, "kind": item.kind} | output | _judged(judge, item, output))
             return made
 
-        rows += samples.rows(name, items, score, batch_size=getattr(lm, "batch_size", 8))
+        scored = samples.rows(name, items, score, batch_size=getattr(lm, "batch_size", 8))
+        rows += [{"example": f"{name} {place}", **row} for place, row in enumerate(scored)]
     return Result("hallucination", rows, {"length": limit, **template_details(settings.chat_template)})
 
 

@@ -170,8 +170,10 @@ def _write_facts(out: Path, about: Mapping[str, Any], seconds: float) -> None:
     """Write rows about the comparison. Its seconds are those of all calls."""
     path = out / ABOUT
     earlier = Rows(read_file(path)).about("comparison").get("seconds", 0.0) if path.exists() else 0.0
+    called = Path(sys.argv[0])  # by the command, or by a script, whose arguments say nothing
+    by_command = called.stem == "diff-transformer" or called.parts[-2:] == ("diff_transformer", "__main__.py")
     facts = {
-        "command": shlex.join(["diff-transformer", *sys.argv[1:]]),
+        **({"command": shlex.join(["diff-transformer", *sys.argv[1:]])} if by_command else {}),
         "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": earlier + seconds,
         **about,

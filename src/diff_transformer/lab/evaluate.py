@@ -165,7 +165,7 @@ def _about(lm: "CausalLM | None") -> dict[str, Any]:
 def _identity(name: str, path: str) -> tuple[str, int, str]:
     """Side, training seed and setting of the model in the folder ``path``: of the run that wrote it, else its name."""
     folder = Path(path)
-    for place in (folder, *folder.parents[:2]) if path else ():
+    for place in (folder, *folder.parents[:2]) if folder.is_absolute() else ():  # not of a hub name or a preset
         if (place / REQUEST).is_file():
             run = read_json(place / REQUEST)
             if isinstance(run, dict) and "side" in run:

@@ -57,7 +57,7 @@ def _items(rows: list[dict], source: str) -> list[GroundedItem]:
     items = []
     for number, row in enumerate(rows):
         try:
-            items.append(_item(row, str(row.get("id", row.get("_id", number)))))
+            items.append(_item(row))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise UserError(
                 f"row {number} of {source} cannot be read ({type(error).__name__}: {error}); accepted rows are "
@@ -67,17 +67,17 @@ def _items(rows: list[dict], source: str) -> list[GroundedItem]:
     return items
 
 
-def _item(row: dict, name: str) -> GroundedItem:
+def _item(row: dict) -> GroundedItem:
     for document, summary in (("document", "summary"), ("article", "highlights")):
         if document in row and summary in row:
-            return GroundedItem("summary", row[document].strip(), references=(row[summary].strip(),), id=name)
+            return GroundedItem("summary", row[document].strip(), references=(row[summary].strip(),))
     answers = row["answers"] if "answers" in row else row["answer"]
     answers = [answers] if isinstance(answers, str) else answers
     references = tuple(dict.fromkeys(answer.strip() for answer in answers if answer.strip()))
     if not references:
         raise ValueError("no answer")
     document = _passages(row["document"] if "document" in row else row["context"])
-    return GroundedItem("question", document, row["question"].strip(), references, id=name)
+    return GroundedItem("question", document, row["question"].strip(), references)
 
 
 def _passages(context: Any) -> str:

@@ -41,7 +41,7 @@ class Documented(NamedTuple):
 def summaries(seed: int = 0) -> list[GroundedItem]:
     """Summaries: the document is a docstring without its first paragraph, which is the reference."""
     items = [
-        GroundedItem("summary", entry.body, references=(entry.summary,), id=entry.name)
+        GroundedItem("summary", entry.body, references=(entry.summary,))
         for entry in documented()
         if len(entry.body) >= BODY_CHARACTERS
     ]
@@ -57,7 +57,7 @@ def lookups(seed: int = 0) -> list[GroundedItem]:
         shown = [entry, *(entries[i] for i in _others(rng, entries, index, PASSAGES - 1))]
         document = "\n".join(f"{shown[i].name}: {shown[i].summary}" for i in rng.permutation(len(shown)))
         question = f"Which name has this description? {entry.summary}"
-        items.append(GroundedItem("question", document, question, (entry.name,), id=entry.name))
+        items.append(GroundedItem("question", document, question, (entry.name,)))
     return _shuffled(items, seed, "lookups")
 
 

@@ -13,7 +13,6 @@ class GroundedItem:
     document: str  # the text that the answer must be grounded in; empty for a question without one
     question: str = ""  # empty for a summary
     references: tuple[str, ...] = ()  # right answers, each sufficient; for a summary, the reference summary
-    id: str = ""
 
 
 @dataclass(frozen=True)
