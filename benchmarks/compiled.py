@@ -42,7 +42,6 @@ DTYPES = ("bfloat16", "float16", "float32")
 BATCH, HEADS, LENGTH = 4, 12, 4096  # of the roofline: causal attention
 MOST = 1.1  # products executed over those needed
 FP32_SPILLED = 40  # bytes a thread: what is known of a few kernels, which use no tensor cores
-SAME = ("capability", "dtype", "width", "value_width", "language")  # of the rows that one sum is of
 WORKERS = 2
 
 
@@ -205,35 +204,10 @@ def decode_roofline(launch: Description, chip: Chip, size: int) -> dict[str, flo
     return {"roofline_ms": round(1000 * cached / (chip.gb_per_s * 1e9), 3)}
 
 
-def sums_of(rows: list[dict]) -> list[dict]:
-    """For each GPU, dtype, width and language: units and milliseconds of our forms, and units of the alternatives.
-
-    Units of h N^2 d / 2 multiply-adds: FlashDiffAttn_1 is two softmax attentions with values of width Dv, _2 cuts the
-    values to width d, "softmax" is the matched Transformer's, 2 h heads of width d.
-    """
-    sums: dict[tuple, dict] = {}
-    for row in rows:
-        d, dv = row["width"], row["value_width"]
-        made = sums.setdefault(
-            tuple(row[name] for name in SAME),
-            {name: row[name] for name in SAME}
-            | {
-                "flash_diff_1": {"forward": 2 * (1 + dv / d), "backward": 2 * (3 + 2 * dv / d)},
-                "flash_diff_2": {"forward": 4 * dv / d, "backward": 10 * dv / d},
-                "softmax": {"forward": 4, "backward": 10},
-            },
-        )
-        names = [name for name in ("units", "roofline_ms") if name in row]
-        form = made.setdefault(row["form"], dict.fromkeys(names, 0))
-        for name in names:
-            form[name] = round(form[name] + row[name], 3)
-    return list(sums.values())
-
-
 def save(rows: list[dict]) -> None:
     setting = json.dumps({"batch": BATCH, "heads": HEADS, "length": LENGTH, "causal": True})
-    sums, lines = (",\n".join(map(json.dumps, found)) for found in (sums_of(rows), rows))
-    OUT.write_text(f'{{"setting": {setting},\n"sums": [\n{sums}\n],\n"rows": [\n{lines}\n]}}\n')
+    lines = ",\n".join(map(json.dumps, rows))
+    OUT.write_text(f'{{"setting": {setting},\n"rows": [\n{lines}\n]}}\n')
 
 
 def unfit(row: dict[str, Any]) -> bool:

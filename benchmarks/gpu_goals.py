@@ -1,4 +1,4 @@
-"""The speed goals on a GPU and whether the records meet them: Markdown for docs/performance.md and the script's end.
+"""The speed goals on a GPU and whether the records meet them, as a table that gpu.py prints at its end.
 
 The operator's are for causal bf16 attention at a length of 4096 as a user gets it (backend "triton"), the models' for
 the pair that is not compiled.

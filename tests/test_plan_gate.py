@@ -1,6 +1,7 @@
 """The plan of figures/gate_norm_subtraction: its runs, and the constants that it states."""
 
 import copy
+from collections import defaultdict
 
 import pytest
 
@@ -24,7 +25,8 @@ def model_of(side, setting):
 
 
 def test_every_run_once():
-    runs = [identity for stage in PLAN.stages("python") for identity in stage.identities()]
+    specs = [spec for stage in PLAN.stages("python") for spec in stage.specs(defaultdict(lambda: 1e-3))]
+    runs = [(spec.setting, spec.side, spec.seed) for spec in specs]
     assert len(runs) == len(set(runs)) == 15 * 4 * 3 + 15 * 20 * 2 + 8 * 4 * 2 + 8 * 5
     sweeps = {seed for folder, _, seed in runs if folder.startswith("sweep/")}
     assert sweeps.isdisjoint(seed for folder, _, seed in runs if not folder.startswith("sweep/"))

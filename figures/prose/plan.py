@@ -94,10 +94,5 @@ def stages(corpus: str) -> list[Stage]:
     return made
 
 
-def rates_of(size: str, side: str) -> tuple[float, ...]:
-    """The learning rates at which a side is swept."""
-    return LEARNING_RATES + (HIGHER_RATES if size == "small" and side in HIGHER else ())
-
-
 def _with_rate(config: RunConfig, rate: float) -> RunConfig:
     return dataclasses.replace(config, optim=dataclasses.replace(config.optim, lr=rate))

@@ -60,18 +60,6 @@ def test_what_must_not_ship(compiled, change, unfit):
     assert compiled.unfit(row | change) == unfit
 
 
-def test_sums_count_every_launch_of_a_form(compiled):
-    record = json.loads(compiled.OUT.read_text())
-    assert record["sums"] == compiled.sums_of(record["rows"])
-    total = next(each for each in record["sums"] if each["value_width"] == 2 * each["width"])
-    assert (total["flash_diff_1"], total["flash_diff_2"]) == (
-        {"forward": 6, "backward": 14},
-        {"forward": 8, "backward": 20},
-    )
-    parts = [row for row in record["rows"] if all(row[name] == total[name] for name in compiled.SAME)]
-    assert total["backward"]["units"] == pytest.approx(sum(r["units"] for r in parts if r["form"] == "backward"))
-
-
 def test_decoding_takes_at_least_the_time_to_read_the_cache(compiled):
     """512 and 256 bytes a key, of separate and of shared keys, on an H100; in fp32 twice as many."""
     rows = json.loads(compiled.OUT.read_text())["rows"]

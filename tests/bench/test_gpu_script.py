@@ -259,12 +259,3 @@ def test_without_a_gpu_it_says_so(gpu, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(RuntimeError, match="no CUDA device here; --dry runs every stage on the CPU"):
         gpu_stages.device_of(dry=False)
-
-
-def test_shapes_of_the_goals_come_first(gpu):
-    import gpu_stages
-
-    shapes = gpu_stages.operator_shapes()
-    assert [(s.length, s.width, s.causal) for s in shapes[:2]] == [(4096, 128, True), (4096, 64, True)]
-    assert {(s.length, s.width) for s in shapes[:7]} == {(4096, 96)} | {(n, d) for n in (4096, 2048) for d in (64, 128)}
-    assert {s.length for s in shapes if s.causal} == {512 * 2**i for i in range(8)}

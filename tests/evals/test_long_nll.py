@@ -9,12 +9,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.documents import Document
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals import long_nll
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.long_nll import Settings, bin_edges, evaluate_long_nll
 from diff_transformer.lab.evaluate import settings_of
 from diff_transformer.lab.quantities import Quantity, loss_up_to
-from diff_transformer.lab.rows import Rows, read_file, rows_of
+from diff_transformer.lab.rows import Rows, rows_of
 from diff_transformer.model.presets import preset
 
 BOOKS = [
@@ -115,16 +114,3 @@ def test_texts_that_are_too_short_are_named():
         evaluate_long_nll(make_lm(), BOOKS[1:2], Settings(length=100))
     with pytest.raises(ValueError, match="length is 0"):
         evaluate_long_nll(make_lm(), BOOKS, Settings(length=0))
-
-
-def test_the_command(tmp_path):
-    (tmp_path / "books").mkdir()
-    for book in BOOKS:
-        (tmp_path / "books" / f"{book.name}.txt").write_text(book.text)
-    options = {"corpus": str(tmp_path / "books"), "samples": 1}
-    settings = settings_of("long_nll", options, ["length=40"])
-    result = measured("long_nll", make_lm(), settings, tmp_path / "r.jsonl.gz", limit=5)
-    assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "long_nll"
-    assert result.about["books"] == 1
-    assert settings_of("long_nll", {}).length == 65536
-    assert settings_of("long_nll", {}, quick=True).length == long_nll.QUICK["length"]

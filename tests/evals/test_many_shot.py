@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from numbers_of import mean, measured
+from numbers_of import mean
 from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
@@ -13,9 +13,8 @@ from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import many_shot
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
-from diff_transformer.lab.evaluate import settings_of
 from diff_transformer.lab.quantities import QUANTITIES
-from diff_transformer.lab.rows import Rows, read_file, rows_of
+from diff_transformer.lab.rows import Rows, rows_of
 
 LABELS = ("river", "city", "mountain")
 TRAIN = tuple(Labelled(f"train {i}: say", LABELS[i % 3]) for i in range(30))
@@ -231,20 +230,6 @@ def test_the_answer_is_the_likeliest_whole_sequence(family):
             scores.append(-losses[len(prompt) - 1 :].sum().item())
         assert row["got"] == DATA.labels[int(np.argmax(scores))]
     assert len({row["got"] for row in result.rows}) >= 1
-
-
-def test_the_command(tmp_path):
-    (tmp_path / "trec").mkdir()
-    for side in ("train", "test"):
-        rows = "".join(f"Where is {side} {i} ?,city\nWho is {side} {i} ?,individual\n" for i in range(6))
-        (tmp_path / "trec" / f"{side}.csv").write_text("text,label\n" + rows)
-    options = {"data": str(tmp_path / "trec"), "samples": 8}
-    settings = settings_of("many_shot", options, ["shots=[1, 3]", "order_seeds=2"])
-    result = measured("many_shot", small("diff"), settings, tmp_path / "r.jsonl.gz", limit=3)
-    assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "many_shot"
-    assert result.about["labels"] == ["city", "individual"]
-    assert len(result.rows) == 3 * 5
-    assert settings_of("many_shot", {}, quick=True).samples == many_shot.QUICK["samples"]
 
 
 def test_errors():

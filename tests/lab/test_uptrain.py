@@ -17,7 +17,7 @@ from transformers import (
 )
 
 from diff_transformer.data.needles import needle_texts
-from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
+from diff_transformer.data.tokenizer import train_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.lab.compare import compare
 from diff_transformer.lab.recipes import recipe
@@ -278,10 +278,3 @@ def test_a_recipe_of_other_models_is_refused_and_positions_may_be_raised(make, s
         found.configured(recipe("one_gpu"))
     longer = override(settings, ["model.max_position_embeddings=512", "data.length=300"])
     assert found.configured(longer).model["max_position_embeddings"] == 512
-
-
-def test_the_tokenizer_of_the_corpus_is_not_asked_for(make):
-    """The source's tokenizer is the run's."""
-    source = read_source(make(LlamaConfig))
-    assert source.configured(recipe("uptrain")).data.tokenizer == str(source.folder)
-    assert len(byte_tokenizer()) < source.configured(recipe("uptrain")).model["vocab_size"]

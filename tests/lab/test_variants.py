@@ -51,15 +51,6 @@ def test_what_cannot_be_is_said_before_anything_is_made(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
-def test_the_command_line_takes_variants(tmp_path):
-    shown = CliRunner().invoke(app, ["info", "debug", "--attention", "dint"]).output
-    assert "DINT" in shown
-    command = ["compare", "--recipe", "debug", "--out", str(tmp_path / "out"), "--variants", "dint, v2"]
-    failed = CliRunner().invoke(app, command).exception
-    assert isinstance(failed, ValueError)
-    assert "no variant 'v2'" in str(failed)
-
-
 @pytest.mark.parametrize("attention", ["softmax", "diff_v2"])
 def test_the_command_line_does_not_take_the_attention_of_a_pair(tmp_path, attention):
     command = ["compare", "--recipe", "debug", "--out", str(tmp_path / "out"), "--set", f"model.attention={attention}"]

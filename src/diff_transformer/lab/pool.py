@@ -40,15 +40,6 @@ class RunFailed(UserError):
     """A run ended with an error. The message holds the end of its log."""
 
 
-class Request(Protocol):
-    """The task of a worker: a ``RunSpec`` or an ``EvalSpec``. ``save`` writes it to the folder of the worker."""
-
-    @property
-    def key(self) -> str: ...
-
-    def save(self, folder: Path) -> None: ...
-
-
 class Worker(Protocol):
     """A running process with the interface of ``subprocess.Popen``. ``poll`` and ``wait`` return the exit code."""
 
@@ -86,7 +77,7 @@ def default_jobs(runs: int) -> int:
 
 
 def run_pool(
-    runs: Mapping[Path, Request],
+    runs: Runs,
     *,
     jobs: int | None,
     show: Show,
@@ -133,7 +124,7 @@ def run_pool(
         _stop(working)
 
 
-def _check(code: int, spec: Request, folder: Path) -> None:
+def _check(code: int, spec: RunSpec, folder: Path) -> None:
     if code in (TERMINATED, -signal.SIGTERM):  # the signal itself: the worker was still starting
         raise Stopped
     if code in (INTERRUPTED, -signal.SIGINT):

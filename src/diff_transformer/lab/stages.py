@@ -4,8 +4,7 @@ A plan is a file of Python with ``stages(corpus) -> list[Stage]``; ``examples/my
 """
 
 import copy
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -64,22 +63,13 @@ class Stage:
             KeyError: for a side that no sweep before has had.
             ValueError: for a side or a rate that its setting does not support.
         """
-        return [self._spec(*cell) for cell in self._cells(swept)]
-
-    def identities(self) -> list[tuple[str, str, int]]:
-        """Setting, side and seed of every run, which depend on no sweep."""
-        cells = self._cells(defaultdict(lambda: 1e-3))
-        return [(self._folder(setting, rate), side, seed) for setting, side, seed, rate in cells]
-
-    def _cells(self, swept: Choices) -> Iterator[tuple[str, str, int, float]]:
-        for seed in self.seeds:
-            for setting in self.settings:
-                for side in self.sides:
-                    for rate in self._rates(setting, side, swept):
-                        yield setting, side, seed, rate
-
-    def _folder(self, setting: str, rate: float) -> str:
-        return self.folder.format(setting=setting, rate=rate)
+        return [
+            self._spec(setting, side, seed, rate)
+            for seed in self.seeds
+            for setting in self.settings
+            for side in self.sides
+            for rate in self._rates(setting, side, swept)
+        ]
 
     def _rates(self, setting: str, side: str, swept: Choices) -> Iterable[float]:
         if isinstance(self.rates, Mapping):
@@ -100,7 +90,7 @@ class Stage:
             made.model |= side_model(made, variant)
         made = with_seed(made, seed)
         measure = everything(made) if self.measure is None else self.measure
-        return RunSpec(self._folder(setting, rate), side, seed, made, measure, may_diverge=True)
+        return RunSpec(self.folder.format(setting=setting, rate=rate), side, seed, made, measure, may_diverge=True)
 
 
 def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = ()) -> list[Stage]:
