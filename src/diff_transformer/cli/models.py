@@ -1,5 +1,6 @@
 """Commands that use or convert a model: convert, generate, serve."""
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -61,12 +62,30 @@ def generate(
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
 ):
     """Continue a prompt and stream the text."""
-    from diff_transformer.cli.generate import run_generate
     from diff_transformer.inference.generation import GenerationSettings
+    from diff_transformer.inference.generation import generate as continue_prompts
+    from diff_transformer.model.loading import load_model
+    from diff_transformer.model.presets import PRESETS
 
     computing()
     settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, compiled)
-    run_generate(model, prompt, settings, device=device, dtype=dtype, assistant=assistant)
+    prompt = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
+    for name in (model, assistant):
+        if name in PRESETS and not Path(name).exists():
+            print(f"{name} is a preset: an untrained model over bytes, whose text means nothing", file=sys.stderr)
+    loaded, tokenizer = load_model(model, device=device, dtype=dtype)
+    helper = None if assistant is None else load_model(assistant, device=device, dtype=dtype)[0]
+    if compiled:
+        print("compiling the step of one token: up to a minute or two, once in a process", file=sys.stderr)
+    started = False
+
+    def send(piece: str):
+        nonlocal started
+        print(piece if started else prompt + piece, end="", flush=True)  # an invalid prompt must raise without output
+        started = True
+
+    continue_prompts(loaded, tokenizer, [prompt], settings, assistant=helper, on_text=send)
+    print("" if started else prompt)
 
 
 @app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

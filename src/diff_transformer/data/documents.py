@@ -40,14 +40,9 @@ def stable_order(documents: Iterable[Document]) -> list[Document]:
 def held_out_groups(groups: Iterable[str], share: float = VALIDATION_SHARE) -> set[str]:
     """The groups of the validation side, by a hash: about ``share`` of them, and at least one on each side.
 
-    A group stays on its side when others are added, unless a side was empty.
-
-    Raises:
-        UserError: for fewer than two groups.
+    A group stays on its side when others are added, unless a side was empty. There are two groups or more.
     """
     ordered = sorted(set(groups), key=hash_of_name)
-    if len(ordered) < 2:
-        raise UserError(f"a held-out split needs at least 2 documents, got {len(ordered)}")
     held_out = {group for group in ordered if hash_of_name(group) < share} or {ordered[0]}
     return held_out - {ordered[-1]}
 

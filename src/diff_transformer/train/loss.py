@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.mixture import IGNORED
 from diff_transformer.errors import UserError
 
@@ -144,9 +143,8 @@ def weighted_cross_entropy(
         there is no target.
 
     Raises:
-        UserError: for a chunk that is not positive, and if differentiated twice.
+        UserError: if differentiated twice.
     """
-    require_positive(chunk=chunk)
     wanted = torch.is_grad_enabled() and (hidden.requires_grad or head.requires_grad)
     return _Chunked.apply(hidden, head, targets, weights, chunk or max(1, len(hidden)), group, first, wanted)
 

@@ -41,7 +41,6 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     from diff_transformer.model.modeling import RotaryEmbedding
 
     config = RunConfig.from_dict(config.to_dict())
-    _check_passes(config)
     strategy = _strategy(config, world)
     source = None if config.train.initial_model is None else model_folder(config.train.initial_model)
     vocabulary_size(config)
@@ -66,17 +65,8 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
         except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
             raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
         check_split(model, config.train.parallel.tensor_parallel)
-        check_context(model, config.train.parallel.context_parallel)
+        _check_context(config, model)
     return Plan(config, world, strategy, model, source)
-
-
-def _check_passes(config: RunConfig) -> None:
-    pieces = 2 * config.train.parallel.context_parallel
-    if pieces > 2 and config.data.length % pieces:
-        raise UserError(
-            f"data.length is {config.data.length}; train.parallel.context_parallel {pieces // 2} cuts a row into "
-            f"{pieces} equal pieces, so give a multiple of {pieces}"
-        )
 
 
 def _strategy(config: RunConfig, world: int) -> str:
@@ -135,9 +125,15 @@ def check_split(config: Any, ways: int) -> None:
         )
 
 
-def check_context(config: Any, size: int) -> None:
-    """Raise UserError unless ``size`` processes can share a row of a model with this configuration."""
-    if size > 1 and config.attention == "dint":
+def _check_context(config: RunConfig, model: Any) -> None:
+    """Raise UserError unless ``train.parallel.context_parallel`` processes can share a row."""
+    size = config.train.parallel.context_parallel
+    if size > 1 and config.data.length % (2 * size):
+        raise UserError(
+            f"data.length is {config.data.length}; train.parallel.context_parallel {size} cuts a row into {2 * size} "
+            f"equal pieces, so give a multiple of {2 * size}"
+        )
+    if size > 1 and model.attention == "dint":
         raise UserError(
             f"train.parallel.context_parallel is {size}, but attention='dint' takes a running mean over the whole row, "
             "which no process has; give context_parallel=1, or another attention"
