@@ -131,7 +131,7 @@ def only(path) -> GroundedItem:
 
 def test_summaries(tmp_path):
     xsum = only(write(tmp_path / "xsum.jsonl", {"document": "A long story.", "summary": " Short. ", "id": "7"}))
-    assert xsum == GroundedItem("summary", "A long story.", references=("Short.",), id="7")
+    assert xsum == GroundedItem("summary", "A long story.", references=("Short.",))
     cnn = only(write(tmp_path / "cnn.jsonl", {"article": "Text.", "highlights": "One .\nTwo .", "id": "c"}))
     assert (cnn.document, cnn.references) == ("Text.", ("One .\nTwo .",))
 
@@ -139,10 +139,10 @@ def test_summaries(tmp_path):
 def test_questions(tmp_path):
     (tmp_path / "hotpot.json").write_text(json.dumps([HOTPOT]))
     text = "A\nOne. Two.\n\nB\nThree."
-    assert only(tmp_path / "hotpot.json") == GroundedItem("question", text, "Where?", ("Rome",), id="h1")
+    assert only(tmp_path / "hotpot.json") == GroundedItem("question", text, "Where?", ("Rome",))
     assert only(write(tmp_path / "hub.jsonl", {**HOTPOT, "context": COLUMNS})).document == text
     simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
-    assert simple == GroundedItem("question", "D", "Q?", ("a", "b"), id="0")
+    assert simple == GroundedItem("question", "D", "Q?", ("a", "b"))
 
 
 def test_several_sources_samples_and_seeds(tmp_path):
