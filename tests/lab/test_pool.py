@@ -169,5 +169,5 @@ def test_a_worker_ends_with_the_process_that_started_it(tmp_path):
     RunSpec("s", "a", 0, override(recipe("debug"), ["train.steps=100000"])).save(tmp_path)
     worker = pool.LocalProcesses().start(tmp_path)
     worker.stdin.close()
-    assert worker.wait(timeout=60) == 1
+    assert worker.wait(timeout=300) == 1  # on a busy machine
     assert (tmp_path / pool.LOG).read_text().count("Traceback") == 0
