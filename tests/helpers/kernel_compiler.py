@@ -226,9 +226,8 @@ def turn_of(launch: Description) -> Turn:
     rows, keys = (
         next((given[x] for x in names if x in given), 16) for names in (("BLOCK_M", "BM", "ROWS"), ("BLOCK_N", "BN"))
     )
-    D = given.get("WIDTH", given["D"])
     maps = 2 if given.get("FUSED", name != "fwd_sequential") else 1
-    return Turn(rows, keys, D, 2 * D if "WIDTH" in given else given["DV"], maps)
+    return Turn(rows, keys, given["D"], given["DV"], maps)
 
 
 def needed_products(launch: Description) -> int:
@@ -241,8 +240,7 @@ def needed_products(launch: Description) -> int:
     elif name == "bwd_dq":
         each = DV + 2 * D * (given.get("COMPUTE_DQ1", True) + given.get("COMPUTE_DQ2", True))
     else:
-        of_keys = DV + 2 * D + 2 * D * given.get("ONE_PASS", False)
-        each = 2 * D + of_keys * given.get("COMPUTE_DK", True) + DV * given.get("COMPUTE_DV", True)
+        each = 2 * D + (DV + 2 * D) * given.get("COMPUTE_DK", True) + DV * given.get("COMPUTE_DV", True)
     return rows * keys * each
 
 

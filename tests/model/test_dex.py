@@ -127,6 +127,18 @@ def test_queries_and_the_rest_are_not_trained(name, out):
         trained_by_dex(differentiate(source("GPT-NeoX, Pythia"), "dex"))
 
 
+def test_an_adapter_trains_the_extension_and_folds():
+    from peft import LoraConfig, get_peft_model
+
+    settings = LoraConfig(target_modules=["o_proj"], modules_to_save=["dex"], init_lora_weights=False)
+    adapted = get_peft_model(trained(), settings)
+    adapted(tokens(), labels=tokens()).loss.backward()
+    assert all(x.grad is not None and x.grad.any() for x in adapted.parameters() if x.requires_grad)
+    merged = adapted.merge_and_unload()
+    expected = logits(merged)
+    assert_close(logits(fold(merged)), expected, rtol=1e-5, atol=2e-6)
+
+
 def test_the_trainer_of_transformers_moves_lambda(tmp_path):
     model = differentiate(source(), "dex")
     rows = [{"input_ids": row, "labels": row} for row in tokens(4)]

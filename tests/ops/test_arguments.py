@@ -74,18 +74,6 @@ def test_numbers_of_numpy(number):
     assert torch.equal(diff_attention(*x[:5], number(1), **options), expected)
 
 
-@pytest.mark.parametrize(
-    "lam",
-    [0.3, 1, torch.tensor(0.3), torch.rand(1), torch.rand(4), torch.rand(4, 1, 1), torch.rand(2, 1, 6, 1)],
-    ids=["float", "int", "scalar", "[1]", "[H]", "[H, 1, 1]", "[B, 1, T, 1]"],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_accepted_lam(lam, dtype):
-    out = diff_attention(*(x.to(dtype) for x in X[:5]), lam)
-    assert out.shape == (2, 4, 6, 5)
-    assert out.dtype == dtype
-
-
 @pytest.mark.parametrize("shape", [(8,), (6, 8), (6, 1), (4, 6, 8), (1, 1, 1, 1), (2, 1, 6, 8), (2, 4, 1, 8)], ids=str)
 @pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa"])
 def test_accepted_mask_shapes(shape, backend):

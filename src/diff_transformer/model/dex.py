@@ -81,11 +81,12 @@ def extend(model: Any, parts: Sequence[Parts], heads: Sequence[Sequence[int]] | 
 def attach(part: Parts, module: Dex) -> None:
     """Give an attention module its extension, which changes what reaches W_O."""
     part.module.add_module(DEX, module)
-    module.hook = part.out.register_forward_pre_hook(partial(_extended, module))  # a copy of it has the copied module
+    part.module.dex_hook = part.out.register_forward_pre_hook(partial(_extended, part.module))
 
 
-def _extended(module: Dex, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    return module(args[0]), *args[1:]
+def _extended(attention: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Forward pre-hook of W_O; the extension is looked up, as PEFT may have wrapped it."""
+    return getattr(attention, DEX)(args[0]), *args[1:]
 
 
 def extensions(model: nn.Module) -> Iterator[Dex]:
@@ -110,9 +111,8 @@ def fold(model: Any) -> Any:
     if (getattr(model.config, ENTRY, None) or {}).get("kind") != "dex":
         raise UserError(f"{type(model).__name__} has no DEX to fold; give a model of differentiate(model, kind='dex')")
     for path, attention in attentions(model):
-        module = attention._modules.pop(DEX)
-        module.hook.remove()
-        _fold(module, read_part(path, attention))
+        attention.dex_hook.remove()
+        _fold(attention._modules.pop(DEX), read_part(path, attention))
     delattr(model.config, ENTRY)
     return model
 

@@ -135,7 +135,7 @@ def padding_token(model: Any, tokenizer: Any) -> int:
 
 
 def fingerprint(model: Any) -> str:
-    """12 hexadecimal digits of a model's weights: of up to 1024 values of each parameter, in fp32."""
+    """12 hexadecimal digits of a model's weights: of at most 2047 values of each parameter, in fp32."""
     digest = hashlib.sha256()
     for name, parameter in sorted(model.named_parameters()):
         values = parameter.detach().flatten()
