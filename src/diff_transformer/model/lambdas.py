@@ -106,11 +106,10 @@ class TokenLambda(nn.Module):
         return weights.transpose(1, 2)
 
 
-LambdaModule = LearnedLambda | FixedLambda | TokenLambda
 LAMBDAS = (LearnedLambda, FixedLambda, TokenLambda)
 
 
 @torch.no_grad()
-def present_lambda(module: LambdaModule) -> float:
+def present_lambda(module: LearnedLambda | FixedLambda | TokenLambda) -> float:
     """The current value of a lambda module, for telemetry; for ``TokenLambda`` the mean of the last call."""
     return float(module.mean if isinstance(module, TokenLambda) else module())

@@ -25,9 +25,6 @@ class RMSNorm(nn.Module):
             return F.rms_norm(x, (self.width,), weight, self.eps)
         return F.rms_norm(x.float(), (self.width,), weight.float(), self.eps).to(x.dtype)
 
-    def extra_repr(self) -> str:
-        return f"{self.width}, eps={self.eps}, initial={self.initial}, has_weight={self.weight is not None}"
-
 
 def clip_rms(x: Tensor, limit: float) -> Tensor:
     """``x [..., width]`` times ``min(1, limit / rms(x))``, RMSClip; statistics in fp32 or wider, in x's dtype."""

@@ -59,9 +59,7 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
     except UserError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
-        said = first_line(error)
-        if said.startswith("Repo id must"):
-            said = "there is no such folder"
+        said = "there is no such folder" if "Repo id must" in str(error) else first_line(error)
         advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in said else ""
         raise UserError(f"{name_or_path} cannot be loaded: {said}{advice}") from None
     wrong = {

@@ -156,13 +156,13 @@ def packs(x: Tensor) -> bool:
 
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
-    is_causal: bool, window: int | None, scale: float | None = None,
+    is_causal: bool, window: int | None,
 ) -> Tensor:  # fmt: skip
-    """softmax(q k^T scale) v within each document by PyTorch's ``varlen_attn``, [total_q, heads, D]."""
+    """softmax(q k^T / sqrt(D)) v within each document by PyTorch's ``varlen_attn``, [total_q, heads, D]."""
     from torch.nn.attention.varlen import varlen_attn
 
     window = None if window is None else min(window, len(k))
-    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
+    options: dict[str, Any] = {"window_size": (window - 1 if window else -1, 0 if is_causal else -1)}
     if q.shape[1] != k.shape[1]:
         if varlen_takes_groups():
             options["enable_gqa"] = True
