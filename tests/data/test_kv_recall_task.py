@@ -36,16 +36,6 @@ def test_rows_are_solvable_and_only_their_answers_carry_a_loss(length, pairs):
         assert len({tuple(np.flatnonzero(np.isin(row, source.vocabulary.keys))) for row in ids}) > 5
 
 
-def test_rows_are_a_pure_function_of_seed_and_index():
-    make = lambda seed: RecallSource(range(99), seed=seed)  # noqa: E731
-    ids, labels = make(1).rows(5, 3)
-    for offset in range(3):
-        single = make(1).rows(5 + offset, 1)
-        np.testing.assert_array_equal(single[0][0], ids[offset])
-        np.testing.assert_array_equal(single[1][0], labels[offset])
-    assert not np.array_equal(make(2).rows(5, 3)[0], ids)
-
-
 def test_the_vocabulary_is_disjoint_and_does_not_depend_on_the_seed(tokenizer):
     vocabulary = recall_vocabulary(tokenizer)
     joined = np.concatenate([vocabulary.keys, vocabulary.values, vocabulary.noise])
@@ -103,14 +93,15 @@ def test_distractors_are_keys_of_no_pair_and_take_their_share_of_the_noise():
         assert not set(row[marked]) & set(own)
 
 
-def test_rows_cross_blocks_of_drawing():
-    make = lambda: RecallSource(range(100), length=40, pairs=5, seed=7)  # noqa: E731
+def test_rows_are_a_pure_function_of_seed_and_index_across_blocks_of_drawing():
+    make = lambda seed=7: RecallSource(range(100), length=40, pairs=5, seed=seed)  # noqa: E731
     ids, labels = make().rows(250, 300)
     for row in (0, 5, 6, 299):
         np.testing.assert_array_equal(make().rows(250 + row, 1)[0][0], ids[row])
         np.testing.assert_array_equal(make().rows(250 + row, 1)[1][0], labels[row])
     assert len({tuple(row) for row in ids.tolist()}) == 300
     assert make().rows(3, 0)[0].shape == (0, 40)
+    assert not np.array_equal(make(8).rows(250, 300)[0], ids)
 
 
 def test_errors():
