@@ -133,7 +133,7 @@ def test_time_ends_with_everything_saved_and_the_page_is_made_later(finished, se
     assert "diff-transformer report " in capsys.readouterr().out
     assert not (tmp_path / "whole" / "report.html").exists()
     monkeypatch.undo()
-    assert "settings, " not in write_report([tmp_path / "whole"], tmp_path / "page.html").read_text()
+    assert "<h1>DIFF against" in write_report([tmp_path / "whole"], tmp_path / "page.html").read_text()
     (tmp_path / "whole" / "members" / "softmax-seed0" / FILE).unlink()
     verdicts = compare(config, tmp_path / "whole", resume=True, minutes=1e-6)
     assert "recall" in verdicts  # the small models are finished
