@@ -156,7 +156,7 @@ def test_convert_llama_and_back(tmp_path):
     [
         (("info", "3b"), "no preset '3b'; there are: "),
         (("compare", "--recipe", "demoo", "--out", "x"), "no recipe 'demoo' (did you mean 'demo'?)"),
-        (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr'; did you mean optim.lr"),
+        (("compare", "--set", "optim.lrr=1", "--out", "x"), "no setting 'optim.lrr' (did you mean 'optim.lr'?)"),
         (("compare", "--corpus", "2024", "--out", "x"), "source '2024' is no file or folder"),
         (
             ("compare", "--recipe", "uptrain", "--set", "train.initial_model=m", "--out", "x"),

@@ -5,7 +5,6 @@ which pydantic checks against its annotations.
 """
 
 import dataclasses
-import difflib
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-from diff_transformer.checks import MAX_SEED
+from diff_transformer.checks import MAX_SEED, did_you_mean
 from diff_transformer.errors import UserError
 
 STRICT = ConfigDict(strict=True)  # neither 2.0 nor "2" is an int
@@ -110,8 +109,7 @@ def validate(kind: Any, value: Any, name: str) -> Any:
 
 def unknown(key: str, known: Iterable[str]) -> UserError:
     """The error for a key that does not exist, with the nearest one that does."""
-    near = difflib.get_close_matches(key, list(known), n=1, cutoff=0.5)
-    return UserError(f"no setting {key!r}" + (f"; did you mean {near[0]}?" if near else ""))
+    return UserError(f"no setting {key!r}{did_you_mean(key, known)}")
 
 
 def _refuse_unknown(kind: Any, values: Mapping[str, Any], prefix: str) -> None:

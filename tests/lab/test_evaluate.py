@@ -130,7 +130,7 @@ def test_numbers_out_of_range_are_refused(name, setting, message, tmp_path):
 def test_a_script_names_the_model_and_the_settings(tmp_path):
     """A folder, settings by name over the quick ones, and paths as text; a wrong name writes nothing."""
     save_tiny_model(tmp_path / "model")
-    with pytest.raises(ValueError, match=r"no setting 'outliers.sample'; did you mean outliers.samples"):
+    with pytest.raises(ValueError, match=r"no setting 'outliers.sample' .did you mean 'outliers.samples'"):
         run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.jsonl.gz"))
     assert not (tmp_path / "one.jsonl.gz").exists()
     record = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.jsonl.gz"), quick=True)

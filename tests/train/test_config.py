@@ -27,10 +27,10 @@ def test_overrides_reach_every_kind_of_value():
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("optim.lrr=1", "no setting 'optim.lrr'; did you mean optim.lr"),
-        ("data.seed=3", "no setting 'data.seed'; did you mean train.seed"),
-        ("optimm.lr=1", "no setting 'optimm.lr'; did you mean optim.lr"),
-        ("model.atention=softmax", "no setting 'model.atention'; did you mean model.attention"),
+        ("optim.lrr=1", "no setting 'optim.lrr' (did you mean 'optim.lr'?)"),
+        ("data.seed=3", "no setting 'data.seed' (did you mean 'train.seed'?)"),
+        ("optimm.lr=1", "no setting 'optimm.lr' (did you mean 'optim.lr'?)"),
+        ("model.atention=softmax", "no setting 'model.atention' (did you mean 'model.attention'?)"),
         ("optim.lr", "'optim.lr' is not an assignment; write key=value"),
         ("train.steps=many", "train.steps is 'many'; input should be a valid integer"),
         ("train.steps=10.5", "train.steps is 10.5; input should be a valid integer"),

@@ -138,6 +138,7 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
             bar.update(task, completed=step, description=described)
 
         trained = run(config, out, resume=resume, progress=show, announce=bar.console.print)
+        bar.update(task, completed=config.train.steps)  # a finished run that is resumed takes no step
     if is_first():
         print(f"model: {trained.folder / 'model'}")
 
