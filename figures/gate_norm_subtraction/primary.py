@@ -5,10 +5,11 @@ python figures/gate_norm_subtraction/primary.py
 
 import sys
 from pathlib import Path
+from typing import Any
 
-import altair as alt
 import numpy as np
 import pandas as pd
+import vl_convert
 from scipy.stats import binomtest, bootstrap
 
 from diff_transformer.lab.per_example import GOAL
@@ -103,7 +104,7 @@ def levels(table: pd.DataFrame, learned: dict[str, tuple[int, int]]) -> str:
     return "\n".join(lines)
 
 
-def figure(table: pd.DataFrame) -> alt.Chart:
+def figure(table: pd.DataFrame) -> dict[str, Any]:
     """Accuracy of the eight cells: a panel with and one without the second map, gate and norm on the axis."""
     points = []
     for side in (side for side in CUBE if side in table):
@@ -114,20 +115,26 @@ def figure(table: pd.DataFrame) -> alt.Chart:
             "maps": "subtraction" if "v2" in side else "one map", "parts": " + ".join(parts) or "neither",
             "accuracy": values.mean(), "low": low, "high": high,
         })  # fmt: skip
-    base = alt.Chart(pd.DataFrame(points)).encode(
-        x=alt.X("parts:N", sort=["neither", "gate", "norm", "gate + norm"], title=None, axis=alt.Axis(labelAngle=0)),
-        color=alt.Color("maps:N", title=None, sort=["one map", "subtraction"]),
-        xOffset=alt.XOffset("maps:N", sort=["one map", "subtraction"]),
-    )
-    y = alt.Y("accuracy:Q", title="accuracy at the end of training", scale=alt.Scale(domain=[0, 1]))
-    bars = base.mark_rule().encode(y=alt.Y("low:Q"), y2="high:Q")
-    return (base.mark_point(filled=True, size=60).encode(y=y) + bars).properties(width=420, height=260)
+    maps = {"field": "maps", "sort": ["one map", "subtraction"], "title": None}
+    order = ["neither", "gate", "norm", "gate + norm"]
+    x = {"field": "parts", "sort": order, "title": None, "axis": {"labelAngle": 0}}
+    shared = {"x": x, "xOffset": maps, "color": maps}
+    y = {"type": "quantitative", "title": "accuracy at the end of training", "scale": {"domain": [0, 1]}}
+    ends = {"y": {**y, "field": "low"}, "y2": {"field": "high"}}
+    layers = [
+        {"mark": "rule", "encoding": shared | ends},
+        {
+            "mark": {"type": "point", "filled": True, "size": 60},
+            "encoding": {**shared, "y": {**y, "field": "accuracy"}},
+        },
+    ]
+    return {"data": {"values": points}, "layer": layers, "width": 420, "height": 260}
 
 
 def main(source: Path = HERE / "measured.jsonl.gz") -> None:
     table = accuracies(source)
     print(contrasts(table), levels(table, reached(source)), sep="\n\n")
-    figure(table).save(HERE / "cells.svg")
+    (HERE / "cells.svg").write_text(vl_convert.vegalite_to_svg(figure(table)))
 
 
 if __name__ == "__main__":
