@@ -115,7 +115,7 @@ def figure(table: pd.DataFrame) -> dict[str, Any]:
             "maps": "subtraction" if "v2" in side else "one map", "parts": " + ".join(parts) or "neither",
             "accuracy": values.mean(), "low": low, "high": high,
         })  # fmt: skip
-    maps = {"field": "maps", "sort": ["one map", "subtraction"], "title": None}
+    maps = {"field": "maps", "type": "nominal", "sort": ["one map", "subtraction"], "title": None}
     order = ["neither", "gate", "norm", "gate + norm"]
     x = {"field": "parts", "sort": order, "title": None, "axis": {"labelAngle": 0}}
     shared = {"x": x, "xOffset": maps, "color": maps}
