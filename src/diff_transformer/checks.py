@@ -55,9 +55,9 @@ def first_line(error: Exception) -> str:
     return f"{kind}: {line}" if isinstance(error, LookupError | AttributeError | TypeError) else line
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.6) -> str:
     """`` (did you mean 'demo'?)`` if ``name`` is close to one of ``known``; else an empty string."""
-    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return f" (did you mean {near[0]!r}?)" if near else ""
 
 

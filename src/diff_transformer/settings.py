@@ -109,7 +109,7 @@ def validate(kind: Any, value: Any, name: str) -> Any:
 
 def unknown(key: str, known: Iterable[str]) -> UserError:
     """The error for a key that does not exist, with the nearest one that does."""
-    return UserError(f"no setting {key!r}{did_you_mean(key, known)}")
+    return UserError(f"no setting {key!r}{did_you_mean(key, known, 0.5)}")
 
 
 def _refuse_unknown(kind: Any, values: Mapping[str, Any], prefix: str) -> None:
