@@ -202,6 +202,7 @@ def check_needle_fits(filler: Filler, asking: Asking) -> None:
         UserError: if they do not, with the smallest length that fits all of them; or if the filler does not suffice.
     """
     settings, lengths = asking.settings, lengths_of(asking.settings)
+    require_positive(cells=len(settings.cells), depths=len(settings.depths))
     sizes = {
         asking.least(sample, n, r, depth): (n, r, depth, sample)
         for n, r in settings.cells
