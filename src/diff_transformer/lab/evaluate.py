@@ -329,7 +329,7 @@ def settings_for(plan: Plan, name: str) -> Any:
 def open_folder(out: Path, plan: Plan, resume: bool) -> None:
     """Make ``out`` the folder of ``plan``, or check that it is; raises as ``run_suite``."""
     request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
-    path = out / "request.json"
+    path = out / REQUEST
     require_writable(out)
     if path.exists() and resume:
         different = differences(read_json(path), request)

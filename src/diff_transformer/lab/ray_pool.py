@@ -16,9 +16,9 @@ from diff_transformer.cluster import connect
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, start_worker
+from diff_transformer.lab.rows import REQUEST
 
 RETRIES = 3  # of a run that a dead node or process lost
-_REQUEST = "request.json"
 
 
 class Lost(RuntimeError):
@@ -48,7 +48,7 @@ class RayTasks:
         self._gpus = gpus if gpus is not None else float("GPU" in ray.cluster_resources())
 
     def start(self, folder: Path) -> "RayWorker":
-        config = read_json(folder / _REQUEST).get("config", {})
+        config = read_json(folder / REQUEST).get("config", {})
         return RayWorker(folder, config.get("train", {}).get("threads") or 1, self._gpus)
 
 
@@ -106,7 +106,7 @@ def _execute(folder: Path, working: Path, gpus: float) -> int:
         UserError: if this node does not see ``folder``.
         Lost: if the worker was killed.
     """
-    if not (folder / _REQUEST).exists():
+    if not (folder / REQUEST).exists():
         raise UserError(f"node {os.uname().nodename} does not see {folder}; give an --out that all nodes share")
     if not gpus:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""

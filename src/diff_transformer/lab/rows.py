@@ -61,22 +61,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
     "gradients": ("median", "largest", "spikes"),
     "model": ("parameters", "flops_per_token", "kv_bytes_per_token", "intermediate_size"),
     "explorer": ("entry",),  # attention maps of one text
-    "anatomy": (
-        "layer",
-        "head",
-        "sink",
-        "entropy",
-        "keys",
-        "negative",
-        "negative_mass",
-        "distance",
-        "cka",
-        "importance",
-        "lam",
-        "lam_spread",
-        "gate",
-        "gate_spread",
-    ),
+    "anatomy": ("layer", "head", "sink", "keys", "negative_mass", "distance", "cka", "importance"),
     "hessian": ("rank", "value"),
     "scaling": ("fit", "exponent", "ratio"),  # of a model: loss against "parameters" or "tokens"
     "scaling_runs": ("fit", "x", "loss", "fitted"),

@@ -50,7 +50,7 @@ def demo() -> RunConfig:
     beside each side, which train on it alone (``evaluation.recall_steps``). Without recall in the mixture and in 1200
     steps, DIFF finds 0.90 of single needles instead of 0.99 (one run).
 
-    Command: ``make demo``. Hardware: two CPU cores. Time: five to eleven minutes, once installed.
+    Command: ``make demo``. Hardware: two CPU cores. Time: 5 to 13 minutes, once installed.
     """
     return RunConfig(
         name="demo",
