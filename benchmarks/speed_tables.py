@@ -52,7 +52,7 @@ def operator_cpu(results: Path) -> list[str]:
 
 def operator_gpu(results: Path) -> list[str]:
     """Causal attention of ``SHOWN`` tokens: times over both kernels of softmax attention, and FlashDiffAttn's."""
-    columns = "forward", "backward", "both", "both, over FlashAttention-2", "FlashDiffAttn, over it", "TFLOP/s"
+    columns = "forward", "backward", "both", "both, over FlashAttention-2", "FlashDiffAttn over ours", "TFLOP/s"
     lines = header("width", *columns)
     record = [row for row in rows(results, "attention_gpu") if row["causal"] and row["length"] == SHOWN]
     timed = [row for row in record if row["dtype"] == "bfloat16" and "both_ms" in row]
