@@ -179,6 +179,7 @@ def test_convert_llama_and_back(tmp_path):
         (("eval", "needle", "--out", "x"), "no model; give --model"),
         (("eval", "needle", "--model", "debug", "--set", "colour=red", "--out", "x"), "no setting 'needle.colour'"),
         (("info", "--length", "0"), "length is 0; it must be positive"),
+        (("info", "--attention", "dint"), "--length and --attention are for one preset; name it: debug, "),
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
         (("prepare", "texts"), "no folder to write to; give --out FOLDER"),

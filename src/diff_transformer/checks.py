@@ -46,7 +46,7 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {more} more" if more > 0 else "")
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """The first line of another library's exception, with its type if the text alone does not explain it."""
     kind, said = type(error).__name__, str(error).strip()
     if not said:

@@ -1,4 +1,4 @@
-"""Files that are written whole or not at all: beside the final name, flushed to the disk, then renamed."""
+"""Files that are written whole or not at all: beside the final name, then renamed."""
 
 import os
 import re
@@ -14,24 +14,17 @@ PARTIAL = ".partial"  # end of the names of unfinished files
 
 
 @contextmanager
-def replacing(path: Path, *, durable: bool = True) -> Generator[Path]:
+def replacing(path: Path) -> Generator[Path]:
     """Replace the file ``path``, or make the folder ``path``, as a whole.
 
     The block writes a file or a folder at the yielded path, which is next to ``path`` and unique, so that several
     processes may write ``path`` at a time: the last one wins. If the block raises, what it wrote is removed. An error
     of the disk is an OSError; libraries in Rust (safetensors, tokenizers) raise their own, whose errno is parsed.
-
-    Args:
-        durable: flush content and name to the disk before returning. Give False for files that may be lost.
     """
     partial = path.with_name(f"{path.name}.{secrets.token_hex(8)}{PARTIAL}")
     try:
         yield partial
-        if durable:
-            flush_tree(partial)
         os.replace(partial, path)
-        if durable:
-            flush(path.parent)
     except BaseException as error:
         remove(partial)
         number = None if isinstance(error, OSError) else re.search(r"\(os error (\d+)\)", str(error))
@@ -40,27 +33,10 @@ def replacing(path: Path, *, durable: bool = True) -> Generator[Path]:
         raise OSError(int(number[1]), os.strerror(int(number[1])), str(path)) from error
 
 
-def write_whole(path: Path, content: str | bytes, *, durable: bool = True) -> None:
-    """Write ``content`` to ``path`` atomically: a reader, or a crash at any moment, finds the old or the new."""
-    with replacing(path, durable=durable) as partial:
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write ``content`` to ``path`` atomically: a reader at any moment, or after a kill, finds the old or the new."""
+    with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-def flush(path: Path) -> None:
-    """Flush a file, or the names in a folder, to the disk. A rename is durable only once its folder is flushed."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
-
-
-def flush_tree(path: Path) -> None:
-    """Flush a file, or a folder with everything below it, to the disk."""
-    if path.is_dir():
-        for entry in path.iterdir():
-            flush_tree(entry)
-    flush(path)
 
 
 def remove(path: Path) -> None:

@@ -46,6 +46,14 @@ def test_a_batch_is_a_pure_function_of_the_step():
     assert len(orders) > 1
 
 
+@pytest.mark.parametrize("processes", [1, 2, 5, 10])
+def test_the_parts_of_the_processes_are_the_batch(processes):
+    for step in range(3):
+        parts = [_mixture().batch(step, rank, processes) for rank in range(processes)]
+        for name, value in _mixture().batch(step).items():
+            np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), value)
+
+
 @pytest.mark.parametrize(
     ("weights", "batch_size", "expected"),
     [({"a": 1, "b": 1, "c": 1}, 10, [4, 3, 3]), ({"a": 5, "b": 3, "c": 2}, 16, [8, 5, 3]), ({"a": 2.0}, 4, [4])],

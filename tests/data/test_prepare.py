@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from diff_transformer.cli.prepare import run_prepare, run_verify
 from diff_transformer.data import prepare as prepare_module
+from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.prepare import PrepareConfig, prepare, totals
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
 from diff_transformer.data.tokens import Shards, load_prepared_tokenizer, read_plan, verify
@@ -136,8 +137,9 @@ def test_a_truncated_or_missing_shard_is_named_and_repaired(tmp_path, rows):
     whole, path = content(out), out / "shards" / "train-00001.tokens"
     for damage in (lambda: os.truncate(path, 10), path.unlink):
         damage()
-        with pytest.raises(UserError, match=r"train-00001.tokens .*Repair the folder with `diff-tr"):
-            Shards(out, "train")
+        for read in (lambda: Shards(out, "train"), lambda: load_corpus(out)):
+            with pytest.raises(UserError, match=r"train-00001.tokens .*Repair the folder with `diff-tr"):
+                read()
         assert len(verify(out)) == 1
         run_prepare([], out, {}, resume=True)
         assert content(out) == whole
@@ -166,8 +168,9 @@ def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
         with pytest.raises(UserError, match=rf"with other settings or files \(there against here\):\n  {message}"):
             prepare(dataclasses.replace(rows, **change), out, resume=True)
     (tmp_path / "in" / "new.jsonl").write_text('{"text": "new"}\n')
-    with pytest.raises(UserError, match="files: "):
+    with pytest.raises(UserError, match=r"tasks: 4 against 5\n  file .*new\.jsonl: None against .*\ngive") as raised:
         prepare(rows, out, resume=True)
+    assert "0.jsonl" not in str(raised.value)
 
 
 def test_nothing_is_written_over(tmp_path, rows):

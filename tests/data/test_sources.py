@@ -114,7 +114,7 @@ def test_folders_train_and_val_are_the_split(tmp_path, side):
 
 def test_a_single_text_keeps_its_end_for_validation_cut_at_a_line_end(tmp_path):
     lines = "".join(f"line {i} of a play\n" for i in range(100))
-    write(tmp_path, {"play.txt": lines, "folder/only.md": lines, "line.txt": "abcdefghij" * 10})
+    write(tmp_path, {"play.txt": lines, "folder/only.md": lines, "folder/empty.md": "", "line.txt": "abcdefghij" * 10})
     for path in ("play.txt", "folder"):
         (first, train), (second, held_out) = read(tmp_path / path, share=0.1)[0]
         assert (first, second, train + held_out) == ("train", "validation", lines)

@@ -49,6 +49,9 @@ def test_rows_of_files_in_every_format(tmp_path, monkeypatch):
     (tmp_path / "empty.json").write_text("[]")
     with pytest.raises(UserError, match="holds no rows"):
         rows_of(str(tmp_path / "empty.json"))
+    (tmp_path / "empty.csv").write_text("")
+    with pytest.raises(UserError, match=r"empty\.csv cannot be read \(EmptyDataError: No columns to parse"):
+        rows_of(str(tmp_path / "empty.csv"))
     with pytest.raises(UserError, match=r"^no file at nowhere\.json; give"):
         rows_of("nowhere.json")
 
@@ -75,7 +78,7 @@ def test_labelled_folders_of_csv(tmp_path):
 
 def test_a_single_file_is_held_out_by_its_text(tmp_path):
     rows = [{"text": f"text number {i}", "label": "odd" if i % 2 else "even"} for i in range(300)]
-    data = load_labelled(write(tmp_path / "all.jsonl", *rows))
+    data = load_labelled(write(tmp_path / "all.jsonl", *rows, {"text": "without a label"}))
     assert len(data.train) + len(data.test) == 300
     assert 30 < len(data.test) < 90
     assert set(load_labelled(write(tmp_path / "all.jsonl", *rows[::-1])).test) == set(data.test)
@@ -141,8 +144,9 @@ def test_questions(tmp_path):
     text = "A\nOne. Two.\n\nB\nThree."
     assert only(tmp_path / "hotpot.json") == GroundedItem("question", text, "Where?", ("Rome",))
     assert only(write(tmp_path / "hub.jsonl", {**HOTPOT, "context": COLUMNS})).document == text
-    simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": ["a", "b", "a"]}))
-    assert simple == GroundedItem("question", "D", "Q?", ("a", "b"))
+    for answers in (["a", "b", "a"], {"text": ["a", "b", "a"], "answer_start": [0, 1, 0]}):  # the latter is SQuAD's
+        simple = only(write(tmp_path / "simple.jsonl", {"document": "D", "question": "Q?", "answers": answers}))
+        assert simple == GroundedItem("question", "D", "Q?", ("a", "b"))
 
 
 def test_several_sources_samples_and_seeds(tmp_path):
@@ -190,8 +194,9 @@ def test_continuations_of_a_file_and_of_the_hub(tmp_path, hub):
     row = {"activity_label": "Skiing", "ctx": "A man stands. He", "endings": ["sits.", "flies.", "skis."], "label": "2"}
     (item,) = load_continuations(str(write(tmp_path / "val.jsonl", row)))
     assert (item.question, item.choices[item.answer]) == ("Skiing: A man stands. He", "skis.")
-    with pytest.raises(UserError, match="is not one of HellaSwag"):
-        load_continuations(str(write(tmp_path / "bad.jsonl", {**row, "label": "3"})))
+    for label in ("3", -1):
+        with pytest.raises(UserError, match="is not one of HellaSwag"):
+            load_continuations(str(write(tmp_path / "bad.jsonl", {**row, "label": label})))
     hub.sets["some/set"] = [{"ctx": f"context {i}", "endings": ["x", "y"], "label": "1"} for i in range(9)]
     items = load_continuations("hub:some/set", seed=1)
     assert hub.asked[-1][2] == "validation"

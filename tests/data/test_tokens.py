@@ -3,9 +3,9 @@ import pytest
 
 from diff_transformer.data import tokens as tokens_module
 from diff_transformer.data.corpus import load_corpus
-from diff_transformer.data.mixture import Mixture
+from diff_transformer.data.packing import PackedCorpus
 from diff_transformer.data.prepare import PrepareConfig, prepare
-from diff_transformer.data.tokens import PreparedCorpus, Shards
+from diff_transformer.data.tokens import Shards
 
 
 @pytest.fixture(scope="module")
@@ -43,34 +43,9 @@ def test_shards_read_like_one_array(tokens, array, monkeypatch):
     np.testing.assert_array_equal(tokens[positions], array[positions])
 
 
-def test_every_window_comes_once_an_epoch_in_an_order_of_its_own(tokens, array):
-    corpus = PreparedCorpus(tokens, 8, seed=3)
-    assert corpus.num_windows == len(array) // 8
-    epochs = []
-    for epoch in range(4):
-        ids, labels = corpus.rows(epoch * corpus.num_windows, corpus.num_windows)
-        np.testing.assert_array_equal(ids, labels)
-        starts = corpus._starts(epoch, np.arange(corpus.num_windows)) % len(array)
-        covered = (starts[:, None] + np.arange(8)) % len(array)
-        assert len(np.unique(covered)) == corpus.num_windows * 8
-        np.testing.assert_array_equal(ids, array[covered])
-        epochs.append(tuple(starts))
-    assert len(set(epochs)) == 4
-    assert len({min(epoch) % 8 for epoch in epochs}) > 1
-
-
-def test_any_process_may_ask_for_any_rows(tokens):
-    whole = PreparedCorpus(tokens, 8, seed=3).rows(0, 60)[0]
-    for first in (0, 7, 59):
-        np.testing.assert_array_equal(PreparedCorpus(tokens, 8, seed=3).rows(first, 1)[0][0], whole[first])
-    assert not np.array_equal(PreparedCorpus(tokens, 8, seed=4).rows(0, 60)[0], whole)
-    mixture = Mixture({"text": PreparedCorpus(tokens, 8, seed=3)}, {"text": 1.0}, 12)
-    for step in range(3):
-        batch = mixture.batch(step)
-        for world in (1, 2, 3, 4, 6, 12):
-            parts = [mixture.batch(step, rank, world) for rank in range(world)]
-            for name in ("input_ids", "labels", "source"):
-                np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), batch[name])
+def test_rows_are_those_of_one_array(tokens, array):
+    rows, expected = (PackedCorpus(of, 8, seed=3).rows(5, 60)[0] for of in (tokens, array))
+    np.testing.assert_array_equal(rows, expected)
 
 
 def test_a_prepared_folder_is_a_corpus_of_its_first_documents(folder):

@@ -62,14 +62,14 @@ def test_vllm_gets_all_further_options(started, model_folder):
     cli("serve", model_folder, "--tensor-parallel-size", 2, "--port=81", "--served-model-name", "mine")
     (command,) = started
     assert command[1:4] == ["-m", "vllm.entrypoints.openai.api_server", "--model"]
-    options = ["--tensor-parallel-size", "2", "--port=81", "--served-model-name", "mine", "--host", "127.0.0.1"]
-    assert command[4:] == [str(model_folder), *options]
+    options = ["--tensor-parallel-size", "2", "--port=81", "--served-model-name", "mine"]
+    assert command[4:] == [str(model_folder), "--host", "127.0.0.1", "--port", "8000", *options]
 
 
 def test_the_request_to_try_has_the_address_and_the_name(model_folder, started):
-    said = cli("serve", model_folder, "--host", "0.0.0.0", "--served-model-name", "mine").stdout
-    assert "engine: vllm; address: http://0.0.0.0:8000/v1; stop with Ctrl-C" in said
-    assert "curl http://0.0.0.0:8000/v1/completions" in said
+    said = cli("serve", model_folder, "--host", "0.0.0.0", "--port=81", "--served-model-name", "mine").stdout
+    assert "engine: vllm; address: http://0.0.0.0:81/v1; stop with Ctrl-C" in said
+    assert "curl http://0.0.0.0:81/v1/completions" in said
     assert '"model": "mine"' in said
 
 
@@ -91,6 +91,7 @@ def test_auto_takes_vllm_where_it_is_installed(monkeypatch, started, model_folde
     ("words", "said"),
     [
         (("/nowhere/model",), "error: /nowhere/model has no config.json; give the folder of a saved model"),
+        (("no/such-model",), "error: no model 'no/such-model' ("),
         (("FOLDER", "--engine", "llama.cpp"), "error: engine is 'llama.cpp'; give auto, vllm, transformers\n"),
     ],
 )

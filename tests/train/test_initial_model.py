@@ -28,7 +28,7 @@ from diff_transformer.train.initial_model import build_model, draw_weights, unfi
 from diff_transformer.train.loop import train
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import read_metrics
-from diff_transformer.train.parallelize import shard
+from diff_transformer.train.parallelize import layers_of, shard
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.recompute import recompute
 from diff_transformer.train.training_data import load_training_data
@@ -295,6 +295,7 @@ def test_adapters_of_attention_train(config, trained, tmp_path, kind):
     run = initial(config, folder, "train.weights=lora", "train.lora_rank=2", "train.steps=3", "train.loss_chunk=50")
     run.model = run.model if kind == "ours" else {}
     start, ids = build_model(run, trained.tokenizer).eval(), torch.arange(40)[None]
+    assert len(layers_of(start)) == start.config.num_hidden_layers  # by whatever name, to be sharded or compiled
     made = train(run, tmp_path / "run").model
     saved = read_model(tmp_path / "run" / "model").eval()
     torch.testing.assert_close(saved(ids).logits, made(ids).logits)

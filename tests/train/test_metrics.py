@@ -110,8 +110,12 @@ def test_resuming_drops_what_came_after_the_checkpoint_and_what_was_cut(tmp_path
     assert kept == [(1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0)]
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 1), (2, 2), (3, 3), (4, 40)]
-    MetricsLog(tmp_path, 0).close()  # killed before its first checkpoint: it begins again
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    log = MetricsLog(tmp_path, 0)  # killed before its first checkpoint: it begins again
+    log.write(1, {"loss": 7.0})
+    log.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 1, "loss": 7.0}]
+    board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
+    assert [(event.step, event.value) for event in board.Scalars("loss")] == [(1, 7)]
 
 
 def test_a_run_says_what_it_will_do(monkeypatch):

@@ -10,7 +10,7 @@ from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
-from diff_transformer.data.tokens import PreparedCorpus
+from diff_transformer.data.tokens import Shards
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
@@ -36,7 +36,7 @@ def config(foxes):
 
 def test_a_prepared_folder_is_what_training_reads(config, foxes, tmp_path):
     training_data = load_training_data(config)
-    assert isinstance(training_data.text, PreparedCorpus)
+    assert isinstance(training_data.text.tokens, Shards)
     assert training_data.text.seed == config.train.seed
     hash_of_folder = tokenizer_hash(load_tokenizer(foxes / "tokenizer"))
     assert tokenizer_hash(training_data.tokenizer) == hash_of_folder

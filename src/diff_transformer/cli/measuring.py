@@ -204,11 +204,11 @@ def info(
     ] = None,
     length: Annotated[int | None, typer.Option(help="Tokens per sequence, for FLOPs and cache.")] = None,
     attention: Annotated[
-        str,
+        str | None,
         typer.Option(
             help="Variant to compare: diff_v2, diff_v3, gated, grouped_diff, dint, fixed_lambda, softmax_norm."
         ),
-    ] = "diff",
+    ] = None,
 ):
     """Both sides of a preset: parameters by part, FLOPs per token, key/value cache."""
     from rich.console import Console
@@ -216,6 +216,9 @@ def info(
     from diff_transformer.checks import require_positive
     from diff_transformer.cli.info import pair_table, preset_table
     from diff_transformer.lab.recipes import RECIPES
+    from diff_transformer.model.presets import PRESETS
 
     require_positive(length=length)
-    Console().print(pair_table(name, length, attention) if name else preset_table(RECIPES))
+    if name is None and (length or attention):
+        raise UserError(f"--length and --attention are for one preset; name it: {', '.join(PRESETS)}")
+    Console().print(pair_table(name, length, attention or "diff") if name else preset_table(RECIPES))

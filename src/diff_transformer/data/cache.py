@@ -37,6 +37,6 @@ def cached(key: str, make: Callable[[], np.ndarray]) -> np.ndarray:
         array = make()
     with suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
-        with replacing(path, durable=False) as partial, partial.open("wb") as file:
+        with replacing(path) as partial, partial.open("wb") as file:
             np.save(file, array)
     return array

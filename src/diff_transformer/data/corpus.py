@@ -2,6 +2,7 @@
 
 import os
 
+from diff_transformer.checks import require_positive
 from diff_transformer.data.documents import VALIDATION_SHARE, Corpus, Document, stable_order, take_bytes
 from diff_transformer.data.python_library import load_python_library
 from diff_transformer.data.sources import SPLITS, Reader, find_sources, without_common_folders
@@ -28,6 +29,7 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
         UserError: for a source that does not exist or cannot be read, and for a side without text.
     """
     source = os.fspath(source)
+    require_positive(max_bytes=max_bytes)
     if is_prepared(source):
         return decoded_corpus(source, max_bytes)
     if source == "python":

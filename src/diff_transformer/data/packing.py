@@ -59,7 +59,7 @@ class PackedCorpus:
         self.seed = seed
         self.shuffle = shuffle
         self.num_windows = len(tokens) // length  # rows in an epoch
-        self._epoch: tuple[int, np.ndarray] | None = None
+        self._order: tuple[int, int, np.ndarray] | None = None  # of an epoch: its number, offset and permutation
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:
         """Rows ``first`` to ``first + count``: (input_ids, labels), int64 [count, length].
@@ -82,14 +82,11 @@ class PackedCorpus:
 
     def _positions(self, epoch: int, places: np.ndarray) -> np.ndarray:
         """Positions of the tokens of the rows at ``places`` of an epoch: int64 [places, length]."""
-        return (self._starts(epoch, places)[:, None] + np.arange(self.length)) % len(self.tokens)
-
-    def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        """Positions of the first token of the windows at ``places`` in the order of an epoch: int64, as ``places``."""
-        if not self.shuffle:
-            return places * self.length
-        if self._epoch is None or self._epoch[0] != epoch:
-            rng = training_rng(self.seed, "packing", epoch)
-            offset = rng.integers(len(self.tokens))
-            self._epoch = epoch, offset + rng.permutation(self.num_windows) * self.length
-        return self._epoch[1][places]
+        offset = 0
+        if self.shuffle:
+            if self._order is None or self._order[0] != epoch:
+                rng = training_rng(self.seed, "packing", epoch)
+                self._order = epoch, int(rng.integers(len(self.tokens))), rng.permutation(self.num_windows)
+            _, offset, order = self._order
+            places = order[places]
+        return (offset + places[:, None] * self.length + np.arange(self.length)) % len(self.tokens)

@@ -41,6 +41,7 @@ from diff_transformer.settings import STRICT, PositiveInt
 MAX_TASKS = 64  # by default
 _BATCH = 1 << 20  # characters
 _MIN_SAMPLE = 65_536  # characters of each file in the sample
+_SHOWN = 8  # differences in a message, at most
 
 
 @dataclass(config=STRICT, frozen=True)
@@ -116,8 +117,9 @@ def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str
     plan: dict[str, Any] = {"settings": settings, "files": [asdict(source) for source in sources]}
     if begun:
         before = read_plan(out)
-        if different := differences({key: before.get(key) for key in plan}, plan):
-            listed = "\n  ".join(different)
+        old, new = ({file["path"]: file for file in of["files"]} for of in (before, plan))
+        if different := differences(before["settings"], settings, "settings.") + differences(old, new, "file "):
+            listed = "\n  ".join(different[:_SHOWN])
             raise UserError(
                 f"{out} was prepared with other settings or files (there against here):\n  {listed}\n"
                 "give the same, or choose another folder"
@@ -144,10 +146,10 @@ def unfinished(out: Path) -> list[int]:
     """The tasks of a prepared folder that are to run; removes files that a killed process left unfinished."""
     for partial in out.rglob(f"*{PARTIAL}"):
         partial.unlink()
-    records = read_records(out)
-    todo = [task for task, record in enumerate(records) if not record or damage(out, task, record)]
+    records, dtype = read_records(out), read_plan(out)["dtype"]
+    todo = [task for task, record in enumerate(records) if not record or damage(out, task, record, dtype)]
     if not todo:  # a complete folder: perhaps its content has changed
-        todo = [task for task, record in enumerate(records) if record and damage(out, task, record, content=True)]
+        todo = [i for i, record in enumerate(records) if record and damage(out, i, record, dtype, content=True)]
     return todo
 
 

@@ -59,10 +59,10 @@ def find_sources(names: Sequence[str], share: float) -> list[Source]:
         raise UserError(f"no source of text; give {ACCEPTED}")
     sources = [source for name in names for source in _find(name)]
     undecided = [i for i, source in enumerate(sources) if source.kind == "text" and source.split is None]
-    if len(sources) == len(undecided) == 1:
-        return [replace(sources[0], split="tail")]
     paths = without_common_folders([sources[i].path for i in undecided])
     filled = {path for path, i in zip(paths, undecided, strict=True) if sources[i].size}
+    if len(sources) == len(undecided) and len(filled) < 2:
+        return [replace(source, split="tail") for source in sources]
     held_out = held_out_groups(filled, share) if len(filled) > 1 else set()
     for path, i in zip(paths, undecided, strict=True):
         sources[i] = replace(sources[i], split="validation" if path in held_out else "train")

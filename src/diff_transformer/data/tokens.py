@@ -1,4 +1,4 @@
-"""A prepared folder: tokens that stay on the disk, and rows in an order that takes no memory.
+"""A prepared folder: tokens that stay on the disk.
 
 plan.json        settings, files, tokenizer and dtype; written first
 tokenizer/       as save_pretrained writes it
@@ -20,8 +20,6 @@ import numpy as np
 
 from diff_transformer.checks import read_json
 from diff_transformer.data.documents import Corpus, Document
-from diff_transformer.data.packing import PackedCorpus
-from diff_transformer.data.seeding import permuted, training_rng
 from diff_transformer.data.sources import SPLITS
 from diff_transformer.data.tokenizer import load_tokenizer, tokenizer_hash
 from diff_transformer.errors import UserError
@@ -88,12 +86,11 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
-def damage(folder: Path | str, task: int, record: dict[str, Any], *, content: bool = False) -> str | None:
+def damage(folder: Path | str, task: int, record: dict[str, Any], dtype: Any, *, content: bool = False) -> str | None:
     """The first file of a task that is missing or has another size than its record says, or with ``content`` another
-    checksum, as a message; None if there is none."""
-    width = np.dtype(read_plan(folder)["dtype"]).itemsize
+    checksum, as a message; None if there is none. ``dtype`` is that of the plan."""
     for split in SPLITS:
-        path, expected = shard(folder, split, task), width * record[split]["tokens"]
+        path, expected = shard(folder, split, task), np.dtype(dtype).itemsize * record[split]["tokens"]
         size = path.stat().st_size if path.exists() else None
         if size != expected:
             actual = "is missing" if size is None else f"has {size:,} bytes"
@@ -109,9 +106,10 @@ def verify(folder: Path | str) -> list[str]:
     Raises:
         UserError: for a folder that is not prepared.
     """
-    problems = []
+    problems, dtype = [], read_plan(folder)["dtype"]
     for task, record in enumerate(read_records(folder)):
-        problem = f"task {task} has not finished" if record is None else damage(folder, task, record, content=True)
+        unfinished = f"task {task} has not finished"
+        problem = unfinished if record is None else damage(folder, task, record, dtype, content=True)
         problems += [problem] if problem else []
     try:
         load_prepared_tokenizer(folder)
@@ -126,21 +124,18 @@ class Shards:
     ``len(shards)``, ``shards.dtype``, ``shards[a:b]`` and ``shards[positions]`` with an integer array are as for an
     array in memory. They copy only what they return: the files are mapped into memory, at most 128 at a time.
 
-    Args:
-        check: look at the size of every file now, which one of many processes needs to do.
-
     Raises:
         UserError: if the folder is not prepared or not complete, or a file of it is missing or has another size than
             its record says.
     """
 
-    def __init__(self, folder: Path | str, split: str, *, check: bool = True):
+    def __init__(self, folder: Path | str, split: str):
         self.folder, self.split, self.dtype = Path(folder), split, np.dtype(read_plan(folder)["dtype"])
         self._records: list[dict[str, Any]] = []
         for task, record in enumerate(read_records(folder)):
             if record is None:
                 raise UserError(f"{folder} is not complete; continue with `{repair_command(folder)}`")
-            if check and (problem := damage(folder, task, record)):
+            if problem := damage(folder, task, record, self.dtype):
                 raise UserError(f"{problem}. Repair the folder with `{repair_command(folder)}`")
             self._records.append(record[split])
         self._ends = np.cumsum([record["tokens"] for record in self._records])  # int64 [shards]
@@ -165,30 +160,13 @@ class Shards:
         return np.memmap(path, self.dtype, mode="r")
 
 
-class PreparedCorpus(PackedCorpus):
-    """Rows that are windows of ``length`` tokens of a :class:`Shards`, as those of :class:`PackedCorpus`.
-
-    The order of an epoch is computed place by place, so that only the maps of the files are in memory.
-
-    Raises:
-        UserError: if there are fewer tokens than a window.
-    """
-
-    tokens: Shards
-
-    def _starts(self, epoch: int, places: np.ndarray) -> np.ndarray:
-        rng = training_rng(self.seed, "prepared", epoch)
-        offset = rng.integers(len(self.tokens))
-        return offset + permuted(places, self.num_windows, rng) * self.length
-
-
 def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
     """The first documents of both sides, decoded to text: about ``max_bytes`` of each side (default: 8 MB).
 
     With a byte-level tokenizer, the text is the one that was prepared.
     """
     tokenizer, limit = load_prepared_tokenizer(folder), max_bytes or _DECODED_BYTES
-    sides = {split: list(_decoded(Shards(folder, split, check=False), tokenizer, limit)) for split in SPLITS}
+    sides = {split: list(_decoded(Shards(folder, split), tokenizer, limit)) for split in SPLITS}
     return Corpus(str(folder), sides["train"], sides["validation"])
 
 

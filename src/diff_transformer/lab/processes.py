@@ -29,7 +29,7 @@ def start_worker(folder: Path) -> subprocess.Popen:
 
 
 def write_status(folder: Path, stage: str, step: int = 0, loss: float | None = None) -> None:
-    write_whole(folder / STATUS, json.dumps({"stage": stage, "step": step, "loss": loss}), durable=False)
+    write_whole(folder / STATUS, json.dumps({"stage": stage, "step": step, "loss": loss}))
 
 
 def read_status(folder: Path) -> dict:

@@ -5,6 +5,9 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 
+from transformers import PreTrainedConfig
+
+from diff_transformer.checks import first_line
 from diff_transformer.errors import UserError
 from diff_transformer.model.loading import model_path
 
@@ -20,17 +23,21 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
         engine: "vllm", "transformers", or "auto": vLLM where it is installed.
 
     Raises:
-        UserError: no model at this folder, an unknown engine, or one that is not installed.
+        UserError: no such model, an unknown engine, or one that is not installed.
     """
     if engine not in ENGINES:
         raise UserError(f"engine is {engine!r}; give {', '.join(ENGINES)}")
     path = model_path(model)
+    try:
+        PreTrainedConfig.get_config_dict(path)
+    except OSError as error:
+        raise UserError(f"no model {model!r} ({first_line(error)}); give a folder, or a name on the hub") from None
     if engine == "auto":
         engine = "vllm" if find_spec("vllm") else "transformers"
     if find_spec("vllm" if engine == "vllm" else "fastapi") is None:
         extra = "vllm" if engine == "vllm" else "serving"
         raise UserError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
-    options = with_defaults(options)
+    options = ["--host", "127.0.0.1", "--port", "8000", *options]  # the last value of an option counts
     announce(path, engine, options)
     if engine == "vllm":  # it takes this process's place, so that signals reach it
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *options]
@@ -39,21 +46,13 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
         serve_with_transformers(path, options)
 
 
-def with_defaults(options: Sequence[str]) -> list[str]:
-    """The options with ``--host 127.0.0.1`` and ``--port 8000`` where they name neither."""
-    defaults = {"--host": "127.0.0.1", "--port": "8000"}
-    named = {word.partition("=")[0] for word in options}
-    return [*options, *(word for name in defaults if name not in named for word in (name, defaults[name]))]
-
-
 def value_of(name: str, options: Sequence[str]) -> str:
-    """The value of an option, ``--name VALUE`` or ``--name=VALUE``; "" without one."""
-    for i, word in enumerate(options):
-        if word.startswith(f"{name}="):
-            return word.partition("=")[2]
-        if word == name and i + 1 < len(options):
-            return options[i + 1]
-    return ""
+    """The last value of an option, ``--name VALUE`` or ``--name=VALUE``; "" without one."""
+    value = ""
+    for word, following in zip(options, [*options[1:], ""], strict=True):
+        if word.partition("=")[0] == name:
+            value = word.partition("=")[2] or following
+    return value
 
 
 def announce(path: str, engine: str, options: Sequence[str]) -> None:

@@ -9,6 +9,7 @@ The rows and the random draws of a step are functions of the step, so that nothi
 
 import json
 import logging
+import os
 import shutil
 import warnings
 from collections.abc import Callable
@@ -29,7 +30,6 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from diff_transformer.durable import flush
 from diff_transformer.errors import UserError
 
 logger = logging.getLogger("diff_transformer")
@@ -99,13 +99,13 @@ class Checkpoints:
         """Load the newest usable checkpoint in place; return its step, or 0 if there is no checkpoint.
 
         Raises:
-            UserError: if all are damaged, or the newest undamaged one is of another model.
+            UserError: if all are damaged, or of another model.
         """
-        candidates = self._of_first_rank(lambda: [(path, *_look(path)) for path in reversed(checkpoints(self.folder))])
-        for path, damage, tensors in candidates:
+        candidates = self._of_first_rank(lambda: [(path, _damage(path)) for path in reversed(checkpoints(self.folder))])
+        for path, damage in candidates:
             try:
                 if damage is None:
-                    return self._load(path, tensors, model, optimizer)
+                    return self._load(path, model, optimizer)
             except CheckpointException as error:
                 damage = _cause(error)
             if self.first:
@@ -117,15 +117,9 @@ class Checkpoints:
             )
         return 0
 
-    def _load(self, path: Path, tensors: dict[str, Any], model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        of_optimizer = get_optimizer_state_dict(model, optimizer)
+    def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+        of_optimizer, reader = get_optimizer_state_dict(model, optimizer), HuggingFaceStorageReader(str(path))
         state = _tensors(model, of_optimizer)
-        saved = {name: (tensor.properties.dtype, tensor.size) for name, tensor in tensors.items()}
-        wanted = {name: (tensor.dtype, tensor.shape) for name, tensor in state.items()}
-        if saved != wanted:
-            other = sorted(name for name in {*saved, *wanted} if saved.get(name) != wanted.get(name))
-            raise UserError(f"{path} is of another model or precision: {len(other)} tensors differ, such as {other[0]}")
-        reader = HuggingFaceStorageReader(str(path))
         dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         set_optimizer_state_dict(model, optimizer, of_optimizer)
         return _note(path)["step"]
@@ -175,7 +169,7 @@ class _Writer(HuggingFaceStorageWriter):
             raise NotImplementedError("a process has two pieces of one tensor, which a safetensors file cannot hold")
         file = Path(self.path) / f"{plan.storage_data['shard_index']:05d}.safetensors"
         save_file(tensors, file, {CUSTOM_METADATA_KEY: json.dumps(places), "format": "pt"})
-        flush(file)
+        _flush(file)
         done: Future = Future()
         done.set_result([WriteResult(item.index, tensors[item.index.fqn].nbytes, None) for item in plan.items])
         return done
@@ -187,14 +181,23 @@ class _Writer(HuggingFaceStorageWriter):
             raise OSError(f"{folder.parent} is not one folder for all machines; give an --out that all of them see")
         note = {"step": self.step, "torch": torch.__version__, "bytes": sizes}
         (folder / NOTE).write_text(json.dumps(note))
-        flush(folder / NOTE)
-        flush(folder)
+        _flush(folder / NOTE)
+        _flush(folder)
         shutil.rmtree(self.final, ignore_errors=True)  # damaged, or of a run that went back
         folder.rename(self.final)
-        flush(self.final.parent)
+        _flush(self.final.parent)
         there = checkpoints(self.owner.folder)
         for path in {*there} - {*[path for path in there if _damage(path) is None][-self.owner.keep :]}:
             shutil.rmtree(path.rename(f"{path}{UNFINISHED}"))
+
+
+def _flush(path: Path) -> None:
+    """Flush a file, or the names in a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _name(step: int) -> str:
@@ -215,17 +218,6 @@ def _note(path: Path) -> dict[str, Any]:
         return json.loads((path / NOTE).read_text())
     except (OSError, ValueError):
         return {}
-
-
-def _look(path: Path) -> tuple[Any, Any]:
-    """The damage of a checkpoint and None, or None and the dtypes and shapes of its tensors."""
-    damage = _damage(path)
-    if damage is not None:
-        return damage, None
-    try:
-        return None, HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
-    except (OSError, ValueError, SafetensorError) as error:
-        return str(error), None
 
 
 def _damage(path: Path) -> str | None:

@@ -207,8 +207,6 @@ def _train_steps(
             stopping = done < last and (outcome.stop or (stop() and run.plan.world == 1))
             if stopping or due(done, settings.checkpoint_every):
                 at(step, "checkpoint")
-                if log is not None:
-                    log.flush()
                 checkpoints.save(done, run.model, run.optimizer)
             if stopping:
                 checkpoints.wait()

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.checks import require_extra
-from diff_transformer.durable import flush, write_whole
+from diff_transformer.durable import write_whole
 
 DIGEST = "rows"  # key of the first line: which rows the run trains on (``TrainingData.digest``)
 FILE = "metrics.jsonl"
@@ -34,17 +34,13 @@ class MetricsLog:
         kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step] if resumed_step else []
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
-        later = resumed_step + 1 if resumed_step else None
+        later = resumed_step + 1 if resumed_step else 0
         self._board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=later)
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Write one line: ``step`` and ``values``, which are numbers, lists by layer, or dictionaries by part."""
         self._file.write(json.dumps({"step": step, **values}) + "\n")
         self._board.log_metrics(scalars(values), step)
-
-    def flush(self) -> None:
-        """Flush the lines to the disk; call this before a checkpoint is written."""
-        flush(self.path)
 
     def close(self) -> None:
         self._file.close()

@@ -25,6 +25,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
+from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.plan import Plan
 from diff_transformer.train.training_data import BatchPart
@@ -79,15 +80,20 @@ def shard(
         _split(model, tensor)
     if compiled:
         compile_layers(model)
-    vectors = [module for module in model.modules() if _keeps_precision(module)]
+    vectors: list[nn.Module] = [module for module in model.modules() if isinstance(module, LearnedLambda)]
     if vectors:
         fully_shard(vectors, mesh=data, reshard_after_forward=False)
     low = torch.bfloat16 if precision == "bf16-mixed" else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    for layer in model.base_model.layers:
+    for layer in layers_of(model):
         fully_shard(layer, mesh=data, mp_policy=policy)
     fully_shard(objective, mesh=data)
     return objective
+
+
+def layers_of(model: Any) -> nn.ModuleList:
+    """The decoder layers of a model of this package or of transformers: the first list of modules in it."""
+    return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
 
 
 def is_sharded(model: nn.Module) -> bool:
@@ -107,7 +113,7 @@ def whole_model(model: Any, first: bool) -> Any:
         dtype = model.dtype
         model = type(model)(model.config)
         model.to(dtype).load_state_dict(weights)
-    for layer in getattr(model.base_model, "layers", ()):
+    for layer in layers_of(model):
         vars(layer).pop("forward", None)  # of training: each length and batch would be compiled again
     model.config.use_cache = True
     return merged(model).eval()
@@ -130,14 +136,8 @@ def sum_over_replicas(module: nn.Module, wanted: bool) -> None:
 def compile_layers(model: Any) -> None:
     """Compile each decoder layer separately: two graphs serve any number of layers, which compiles a deep model many
     times faster, and sharded layers overlap all-gather and gradient reduction with the next layer."""
-    for layer in model.base_model.layers:
+    for layer in layers_of(model):
         layer.forward = torch.compile(layer.forward)
-
-
-def _keeps_precision(module: nn.Module) -> bool:
-    from diff_transformer.model.lambdas import LearnedLambda
-
-    return isinstance(module, LearnedLambda)
 
 
 def _split(model: Any, mesh: DeviceMesh) -> None:
@@ -167,8 +167,6 @@ def _split(model: Any, mesh: DeviceMesh) -> None:
 
 def _split_core(core: Any, mesh: DeviceMesh) -> None:
     """Lambda and the head norm of the heads that this process has."""
-    from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
-
     if isinstance(core.lam, LearnedLambda):
         distribute_module(core.lam, mesh, output_fn=_shared_scalar)
     for sigmoids in (core.lam, core.gates):

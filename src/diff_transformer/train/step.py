@@ -12,6 +12,7 @@ from lightning_fabric.strategies import ModelParallelStrategy
 from torch import Tensor, nn
 
 from diff_transformer.data.mixture import IGNORED
+from diff_transformer.model.lambdas import LAMBDAS
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, mostly, predicted, token_weights
@@ -166,8 +167,6 @@ def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
 
     Source: section 3.1, appendices C and D.
     """
-    from diff_transformer.model.lambdas import LAMBDAS
-
     lambdas = {id(p) for module in model.modules() if isinstance(module, LAMBDAS) for p in module.parameters()}
     decayed, others = [], []
     for parameter in model.parameters():

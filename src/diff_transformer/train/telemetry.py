@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, present_lambda
 from diff_transformer.train.estimate import about
 
 PARTS = (
@@ -72,8 +73,6 @@ def layer_lambdas(model: nn.Module) -> list[float]:
 
     A lambda that depends on the token is the mean over the tokens that the processes saw last, if it keeps one.
     """
-    from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, present_lambda
-
     values = []
     for module in model.modules():
         if not isinstance(module, LAMBDAS) or getattr(module, "mean", 0) is None:

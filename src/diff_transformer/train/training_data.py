@@ -25,11 +25,10 @@ from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.sources import SPLITS
 from diff_transformer.data.tokenizer import ids_in_rows, load_tokenizer, tokenizer_hash, tokenizer_of, train_tokenizer
-from diff_transformer.data.tokens import PreparedCorpus, Shards, decoded_corpus, is_prepared, load_prepared_tokenizer
+from diff_transformer.data.tokens import Shards, decoded_corpus, is_prepared, load_prepared_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.train.config import NO_CORPUS, DataConfig, RunConfig
 from diff_transformer.train.plan import vocabulary_size
-from diff_transformer.train.ranks import is_first
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -148,11 +147,10 @@ def load_text(
         corpus = load_corpus(name, max_bytes=data.max_bytes)
         tokenizer = make_tokenizer(data, corpus, vocab_size)
         train, validation = (_tokens(side, tokenizer) for side in (corpus.train, corpus.validation))
-        rows = PackedCorpus(train, length, seed=seed)
     else:
         corpus, tokenizer = decoded_corpus(name), load_prepared_tokenizer(name)
-        train, validation = (Shards(name, side, check=is_first()) for side in SPLITS)
-        rows = PreparedCorpus(train, length, seed=seed)
+        train, validation = (Shards(name, side) for side in SPLITS)
+    rows = PackedCorpus(train, length, seed=seed)
     return corpus, tokenizer, rows, PackedCorpus(validation, length, shuffle=False)
 
 

@@ -29,7 +29,7 @@ def _item(row: dict, source: str) -> MultipleChoiceItem:
     try:
         context = f"{row['activity_label']}: {row['ctx']}" if row.get("activity_label") else row["ctx"]
         endings, label = tuple(map(_clean, row["endings"])), int(row["label"])
-        return MultipleChoiceItem(_clean(context), endings, range(len(endings))[label])
+        return MultipleChoiceItem(_clean(context), endings, range(len(endings)).index(label))
     except (KeyError, TypeError, ValueError, IndexError) as error:
         raise UserError(f"a row of {source} is not one of HellaSwag, {{ctx, endings, label}} ({error!r})") from None
 

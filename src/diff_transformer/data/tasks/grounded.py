@@ -7,6 +7,8 @@
     {"document", "summary"}, {"article", "highlights"}
     {"document", "question", "answers"}
     {"question", "answer", "context"}, the context as text, as columns or as [[title, sentences], ...]
+
+Answers are a text, a list of texts, or {"text": [...]} as in SQuAD.
 """
 
 from collections.abc import Iterator
@@ -72,6 +74,7 @@ def _item(row: dict) -> GroundedItem:
         if document in row and summary in row:
             return GroundedItem("summary", row[document].strip(), references=(row[summary].strip(),))
     answers = row["answers"] if "answers" in row else row["answer"]
+    answers = answers["text"] if isinstance(answers, dict) else answers
     answers = [answers] if isinstance(answers, str) else answers
     references = tuple(dict.fromkeys(answer.strip() for answer in answers if answer.strip()))
     if not references:

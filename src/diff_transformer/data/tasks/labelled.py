@@ -48,7 +48,7 @@ def from_rows(rows: list[dict]) -> list[Labelled]:
             f"the set has the columns {', '.join(map(str, columns))}; it needs a text ({', '.join(TEXT_COLUMNS)}) and "
             f"a label ({', '.join(LABEL_COLUMNS)})"
         )
-    pairs = [(str(row[text] or ""), str(row[label])) for row in rows if row[label] is not None]
+    pairs = [(str(row.get(text) or ""), str(row[label])) for row in rows if row.get(label) is not None]
     return [make_example(words, of) for words, of in pairs if of != OUT_OF_SCOPE and words.strip()]
 
 

@@ -54,10 +54,9 @@ def _dataset(name: str, kind: str, split: str | None) -> list[dict]:
     require_extra("data", f"reading {name}", "datasets")
     import datasets
 
-    is_file = not name.startswith("hub:") and kind in SUFFIXES
-    repository, options = hub_query(name)
+    is_hub, (repository, options) = name.startswith("hub:"), hub_query(name)
     try:
-        if is_file:
+        if not is_hub and kind in SUFFIXES:
             rows: Any = datasets.load_dataset(kind.removeprefix("."), data_files=name)
         else:
             rows = datasets.load_dataset(
@@ -66,8 +65,9 @@ def _dataset(name: str, kind: str, split: str | None) -> list[dict]:
         if isinstance(rows, dict):
             rows = rows[next(side for side in (*_SIDES, *rows) if side in rows)]
     except Exception as error:  # the type depends on the library's version and on where it fails
-        advice = "" if is_file else "; connect this machine, give the set as a local file, or data=python"
-        raise UserError(f"{name} cannot be read ({type(error).__name__}: {first_line(error)}){advice}") from error
+        advice, cause = "; connect this machine, give the set as a local file, or data=python", error.__cause__ or error
+        reason = f"{type(cause).__name__}: {first_line(cause)}"
+        raise UserError(f"{name} cannot be read ({reason}){advice if is_hub else ''}") from error
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.ClassLabel):
             names = feature.int2str(rows[column])

@@ -16,8 +16,6 @@ from diff_transformer.serving.vllm import published
 from diff_transformer.serving.vllm.attention import Attention
 from diff_transformer.serving.vllm.checks import check_config, check_parallel
 
-BUFFERS = ("rotary_emb.inv_freq", "rope.inv_freq")  # ends of names; the configuration has them
-
 
 class PolyNormMLP(nn.Module):
     """The gated MLP with ``hidden_act="poly_norm"`` (``PolyNorm`` in ``model/layers.py``)."""
@@ -94,10 +92,10 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
         return LlamaModel(vllm_config=vllm_config, prefix=prefix, layer_type=DecoderLayer)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
-        """Load a checkpoint, without buffers that older ones hold."""
+        """Load a checkpoint, and derive from its parameters what a forward pass needs."""
         if getattr(self.config, "published", None):
             weights = published.conversion(self.config.published).tensors(weights)
-        loaded = super().load_weights((name, tensor) for name, tensor in weights if not name.endswith(BUFFERS))
+        loaded = super().load_weights(weights)
         for module in self.modules():
             if isinstance(module, Attention):
                 module.core.finish()
