@@ -44,37 +44,18 @@ def test_nothing_in_gives_nothing_out(variant, batch, queries):
         assert layer(x)[0].shape == (batch, queries, 64)
 
 
-@pytest.mark.parametrize("attention", ATTENTIONS[:-1])
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("masked", [False, True])
-def test_a_static_cache_hides_what_is_not_in_use(attention, window, masked):
-    if attention == "dint":
-        pytest.skip("has no cache")
+@pytest.mark.parametrize("attention", [name for name in ATTENTIONS if name != "dint"])
+def test_a_static_cache_takes_the_whole_mask(attention):
+    """The modules of a model get it from the model."""
     torch.manual_seed(0)
     layer = DiffAttention(32, 4, attention=attention, signal_heads_per_noise_head=1, is_causal=True, rope_theta=1e4)
-    layer.core.window = window
-    x = torch.randn(2, 6, 32)
     cache = StaticCache(config=preset("debug", attention=attention, signal_heads_per_noise_head=1), max_cache_len=16)
-    options = {"attention_mask": torch.zeros(1, 1, 1, 16)} if masked else {}
-    parts = [layer(part, past_key_values=cache, **options)[0] for part in x.split((1, 3, 2), 1)]
+    x, mask, parts = torch.randn(2, 6, 32), torch.ones(6, 16).tril().bool(), []
+    for first, end in ((0, 1), (1, 4), (4, 6)):
+        parts.append(layer(x[:, first:end], past_key_values=cache, attention_mask=mask[first:end])[0])
     torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_static_cache_that_slides():
-    torch.manual_seed(0)
-    layer = DiffAttention(32, 4, is_causal=True, rope_theta=1e4, window=3)
-    x = torch.randn(2, 9, 32)
-    cache = StaticCache(config=preset("debug", sliding_window=3), max_cache_len=16)
-    parts = [layer(part, past_key_values=cache)[0] for part in x.split((2, 1, 4, 1, 1), 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), layer(x)[0], atol=1e-5, rtol=1e-5)
-
-
-def test_a_static_cache_without_causal_limit():
-    torch.manual_seed(0)
-    layer, x = DiffAttention(32, 4), torch.randn(2, 6, 32)
-    cache = StaticCache(config=preset("debug"), max_cache_len=16)
-    layer(x[:, :4], past_key_values=cache)
-    torch.testing.assert_close(layer(x[:, 4:], past_key_values=cache)[0], layer(x)[0][:, 4:], atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="give attention_mask, which hides them"):
+        layer(x, past_key_values=cache)
 
 
 def test_rotary_positions_are_relative():
@@ -95,12 +76,9 @@ def test_rotary_positions_are_relative():
         ((30, 4), {}, "hidden_size 30 is not divisible by num_heads 4"),
         ((0, 4), {}, "hidden_size is 0; it must be positive"),
         ((32, -4), {}, "num_heads is -4; it must be positive"),
-        ((32, 4), {"lambda_init": "shallow"}, "lambda_init is 'shallow'"),
         ((32, 4), {"rope_theta": 0}, "rope_theta is 0; it must be positive"),
         ((32, 4), {"rope_theta": -1e4}, "rope_theta is -10000.0; it must be positive"),
         ((36, 4), {"rope_theta": 1e4}, "head_dim is 9; rotary embedding needs an even width"),
-        ((32, 4), {"head_norm": "no_weigth"}, r"no head_norm 'no_weigth' \(did you mean 'no_weight'\?\)"),
-        ((32, 4), {"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
         ((32, 4), {"attention": "dffi"}, r"no attention 'dffi' \(did you mean 'diff'\?\)"),
         ((32, 4), {"value_head_dim": 0}, "value_head_dim is 0"),
         ((32, 8), {"attention": "diff_v2", "num_key_value_heads": 16}, "8 attention heads are not divisible by 16 key"),

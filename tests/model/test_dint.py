@@ -126,8 +126,3 @@ def test_padded_prompts_generate_as_alone():
 def test_a_cache_is_refused(options):
     with pytest.raises(ValueError, match="means over whole rows; call it without a cache"):
         make_model()(tokens(), **options)
-
-
-def test_a_window_is_refused():
-    with pytest.raises(ValueError, match="a window of 8 keys is asked for"):
-        preset("debug", attention="dint", sliding_window=8)

@@ -6,12 +6,9 @@ import pytest
 import torch
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.model.cores import AttentionCore
-from diff_transformer.model.heads import CORES, count_heads
-from diff_transformer.model.inputs import Packing, Visible, split_documents
+from diff_transformer.model.inputs import split_documents
 from diff_transformer.model.matching import variant
 from diff_transformer.model.presets import preset
-from diff_transformer.ops import sdpa
 from diff_transformer.ops.sdpa import packed_attention
 
 END = 0
@@ -94,22 +91,6 @@ def test_what_documents_exclude_is_refused(model):
         model(**packed(ids), use_cache=True)
     with pytest.raises(ValueError, match="packed documents came with attention maps"):
         model(**packed(ids), output_attentions=True)
-
-
-def test_the_baseline_repeats_where_algorithms_must_be_deterministic(monkeypatch, varlen):
-    """The backward of PyTorch's packed attention does not: then each document is a call of its own."""
-    calls = varlen()
-    monkeypatch.setattr(sdpa, "takes_flash", lambda x: True)
-    q = torch.randn(1, 2, 20, 8, dtype=torch.bfloat16)
-    visible = Visible(None, True, None, Packing(torch.tensor([0, 7, 20], dtype=torch.int32), 13))
-    outs = []
-    for deterministic in (False, True):
-        torch.use_deterministic_algorithms(deterministic)
-        core = AttentionCore(CORES["softmax"], 16, count_heads(CORES["softmax"], 2, 2, 8), backend="sdpa")
-        outs.append(core.attend_documents(q, q, q, None, visible))
-        assert len(calls) == 1
-    torch.use_deterministic_algorithms(False)
-    torch.testing.assert_close(*outs, rtol=0.02, atol=0.02)
 
 
 def test_packed_attention_gives_only_what_pytorch_takes(monkeypatch):

@@ -28,6 +28,8 @@ def test_every_variant_of_every_preset_costs_as_much(size, name):
     if equal:
         assert differing(ours, baseline) <= {"attention", "softmax_head_norm"}
         assert one.kv_bytes_per_token == other.kv_bytes_per_token
+    if name == "diff":
+        assert one.flops_per_token == pytest.approx(other.flops_per_token, rel=0.01)
     if size == "3B":
         assert ours.intermediate_size % 64 == 0
 
@@ -84,6 +86,7 @@ def test_parts_of_a_core_by_name():
     made = variant(config, "diff_v2+gate=normed+head_norm=weighted+head_scale=matched")
     assert (made.variant.gate, made.variant.head_norm, made.head_scale) == ("normed", "weighted", "matched")
     assert made.variant.lam == "token"
+    assert variant(config, "diff+lambda_init=0.5").variant.lambda_init == 0.5
     assert variant(made, "softmax").core is None
     counts = [
         sum(count_parameters(x).values()) for x in (config, made, variant(config, "gated+gate=normed+head_norm=plain"))

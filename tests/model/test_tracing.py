@@ -35,16 +35,11 @@ def tokens(length):
     return torch.randint(0, 512, (2, length))
 
 
-def is_portable(traced):
-    return not [node for node in traced.inlined_graph.nodes() if "diff_transformer" in node.kind()]
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_traced_model(attention):
     model = Logits(attention)
     traced = torch.jit.trace(model, (tokens(8),), check_trace=False)
-    assert is_portable(traced)
     for length in (8, 11):
         ids = tokens(length)
         torch.testing.assert_close(traced(ids), model(ids))
@@ -53,12 +48,11 @@ def test_a_traced_model(attention):
 @torch.no_grad()
 @pytest.mark.parametrize("length", [1, 9])
 @pytest.mark.parametrize("attention", ATTENTIONS[:-1])
-@pytest.mark.parametrize("backend", ["auto", "blockwise"])
+@pytest.mark.parametrize("backend", ["auto", "sdpa"])
 def test_a_traced_layer(attention, length, backend):
     layer = Layer(attention, backend=backend)
     x, y = torch.randn(2, 2, length, 32)
     by_jit, by_fx = torch.jit.trace(layer, (x,), check_trace=False), make_fx(layer)(x)
-    assert is_portable(by_jit) == (backend == "auto" or attention == "gated")  # of one map, PyTorch's own
     for traced in (by_jit, by_fx):
         torch.testing.assert_close(traced(y), layer(y))
 

@@ -32,8 +32,7 @@ def called(monkeypatch):
     return names
 
 
-def test_auto_is_the_same_compiled_and_another_exported():
-    """torch.compile of torch 2.11 takes torch.compiler.is_exporting() for True."""
+def test_auto_is_the_same_compiled():
     x = make_inputs(T=5, requires_grad=False)
     graphs = []
 
@@ -44,16 +43,6 @@ def test_auto_is_the_same_compiled_and_another_exported():
     expected = diff_attention(*x)
     assert torch.equal(torch.compile(diff_attention, backend=keep, fullgraph=True)(*x), expected)
     assert any("diff_transformer.blockwise" in str(node.target) for graph in graphs for node in graph.graph.nodes)
-
-    class Attend(torch.nn.Module):
-        def forward(self, *x):
-            return diff_attention(*x)
-
-    for strict in (False, True):
-        program = torch.export.export(Attend(), tuple(x), strict=strict)
-        operators = {str(node.target) for node in program.graph.nodes if node.op == "call_function"}
-        assert not any("diff_transformer" in name for name in operators)
-        torch.testing.assert_close(program.module()(*x), expected)
 
 
 @pytest.mark.parametrize("name", ["reference", "blockwise", "sdpa", "auto"])
@@ -155,7 +144,6 @@ def test_auto_takes_the_fastest_on_record(monkeypatch):
 def test_where_nothing_is_measured_pytorch_computes_unless_it_lacks_a_kernel(monkeypatch, capability):
     pytest.importorskip("triton", reason="without it there is nothing to choose")
     on_a_gpu(monkeypatch, capability)
-    torch.use_deterministic_algorithms(False)
     ends = {"cu_seqlens_q": torch.tensor([0, 9]), "cu_seqlens_k": torch.tensor([0, 9])}
     for train in (False, True):
         assert chosen(train=train) == ("sdpa", "")
@@ -165,9 +153,6 @@ def test_where_nothing_is_measured_pytorch_computes_unless_it_lacks_a_kernel(mon
         assert chosen(train=train, **ends) == ("triton", ""), "one call for each document otherwise"
     assert chosen(T=1) == ("triton", ""), "the decoding kernel"
     assert chosen(T=1, train=True) == ("sdpa", "")
-    torch.use_deterministic_algorithms(True)
-    assert chosen(train=True) == ("triton", ""), "whose gradients repeat"
-    assert chosen() == ("sdpa", "")
 
 
 def test_auto_on_cuda_is_sdpa_elsewhere_and_says_why(monkeypatch):

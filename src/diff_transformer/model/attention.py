@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
-from diff_transformer.model.caches import mask_unused_slots, update_cache
+from diff_transformer.model.caches import is_static, update_cache
 from diff_transformer.model.cores import AttentionCore
 from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
@@ -90,8 +90,8 @@ class Attention(nn.Module):
             position_ids: integer positions ``[B, T]`` for the rotary embedding; None counts from 0, or from the
                 cache's length.
             position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
-            cache: a transformers ``Cache`` that receives the new keys and values. With a static cache, masks have one
-                column for each of its slots.
+            cache: a transformers ``Cache`` that receives the new keys and values. A static cache needs the whole mask,
+                with a column for each of its slots, as ``create_causal_mask`` of transformers makes it.
             is_causal: overrides the module's own setting.
             visible: all of the above about masks, or packed documents, in one record, as a model builds it.
             output_attentions: also return the attention map (for differential attention the difference).
@@ -111,7 +111,7 @@ class Attention(nn.Module):
         with_maps = output_attentions or output_attention_parts
         if visible is None:
             causal = self.is_causal if is_causal is None else is_causal
-            visible = self._visible(attention_mask, causal, q.shape[2], k, cache)
+            visible = self._visible(attention_mask, causal, cache)
         if visible.documents is not None and with_maps:
             raise UserError("packed documents came with attention maps as output, which are not computed for them")
         if cache is not None:
@@ -182,13 +182,15 @@ class Attention(nn.Module):
             raise UserError(f"position_ids has the shape {list(position_ids.shape)}; give [B, T] or [1, T]")
         return rotary_tables(position_ids, self.head_dim, self.rope_theta)
 
-    def _visible(self, mask: Tensor | None, causal: bool, queries: int, k: Tensor, cache) -> Visible:
-        """The record of a call, with the window and the unused slots of a static cache; before the cache is updated."""
+    def _visible(self, mask: Tensor | None, causal: bool, cache) -> Visible:
+        """The record of a call, with the layer's window."""
+        if is_static(cache):  # slots that are not in use lie behind the newest key
+            if mask is None:
+                raise UserError("a static cache has slots that are not in use; give attention_mask, which hides them")
+            causal = False
         window = self.core.window
         if window is not None and not causal and mask is None:
             raise UserError(f"window={window} without is_causal=True; give the band as attention_mask instead")
-        if cache is not None:
-            mask, causal = mask_unused_slots(cache, self.layer_idx, queries, mask, causal, window, k.device)
         return Visible(mask, causal, window if causal else None)
 
 

@@ -134,8 +134,8 @@ class DiffTransformerConfig(PreTrainedConfig):
 
     core: dict[str, Any] | None = None
     """Parts of the core (fields of ``Variant`` in ``model/heads.py``) that replace those of the row ``attention``:
-    ``lam``, ``gate``, ``head_norm``, ``factor``, ``initial_ratio``, ``subtract``, ... ``{"gate": "normed",
-    "head_norm": "weighted"}`` gives ``"diff_v2"`` a head norm and a gate after it."""
+    ``lam``, ``gate``, ``head_norm``, ``factor``, ``initial_ratio``, ``subtract``. ``{"gate": "normed", "head_norm":
+    "weighted"}`` gives ``"diff_v2"`` a head norm and a gate after it."""
 
     qk_clip: float | None = None
     """Largest RMS of each query and key head, which larger ones are scaled down to (3 in published code of V3); None
@@ -226,7 +226,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         require_positive(qk_clip=self.qk_clip, rms_norm_eps=self.rms_norm_eps)
         _ = self.heads  # raises for an unknown variant, and for head counts that do not fit
         for name in ("head_norm_init", "head_scale"):
-            values = (self.core or {}).get(name, getattr(self, name))
+            values = getattr(self, name)
             if isinstance(values, list) and len(values) != self.num_hidden_layers:
                 raise UserError(
                     f"{name} has {len(values)} values for {self.num_hidden_layers} layers; give one number for all "

@@ -84,7 +84,7 @@ class Variant:
             (self.means and (self.gate or not self.subtract), "attention='dint' takes no gate and no other sign"),
             (self.gate == "result" and self.head_norm,
              "the head norm cancels a gate before it; give gate='normed', after the norm, or head_norm=None"),
-            (self.factor and not has_init, "factor needs a lambda_init, that is lam='learned' or 'fixed'"),
+            (self.factor and not has_init, "factor is 1 - lambda_init, which lam='token' lacks; set factor=False"),
             (start != "depth" and not isinstance(start, int | float),
              f"lambda_init is {start!r}; accepted: 'depth' or a number"),
             (start != "depth" and isinstance(start, int | float) and not -math.inf < start < 1,
@@ -112,11 +112,8 @@ CORES: dict[str, Variant] = {
     "softmax": Variant(maps=1),
 }
 ATTENTIONS = tuple(CORES)
-# The fields that ``core`` of a configuration may set; ``attention`` decides the others, which shape the heads.
-_CHOICES = (
-    "lam", "lambda_init", "lambda_depth_offset", "lambda_std", "initial_ratio", "gate", "head_norm", "head_norm_init",
-    "factor", "head_scale", "subtract",
-)  # fmt: skip
+# The fields that ``core`` of a configuration may set. Others are fields of the configuration, or ``attention`` decides.
+PARTS = ("lam", "initial_ratio", "gate", "head_norm", "factor", "subtract")
 _HEAD_NORMS = {"True": "weighted", "False": None, "no_weight": "plain"}
 
 
@@ -131,7 +128,7 @@ def variant_of(config: Any) -> Variant:
     if not isinstance(core, dict):
         raise UserError(f"core is {core!r}; give a dictionary of parts, such as {{'gate': 'normed'}}")
     for name in core:
-        require_known("field of core", name, _CHOICES)
+        require_known("field of core", name, PARTS)
     named = CORES[config.attention]
     row = replace(named, **core)
     fields: dict[str, Any] = {"head_scale": config.head_scale}

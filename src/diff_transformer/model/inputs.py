@@ -12,7 +12,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 from diff_transformer.model.caches import is_static
 from diff_transformer.model.heads import CORES
 from diff_transformer.model.implementations import attention_backend
-from diff_transformer.ops.arguments import exporting, traced
+from diff_transformer.ops.arguments import traced
 
 # Backends that take a mask of the keys beside the causal limit without a complete mask in memory.
 _TAKE_KEY_MASKS = ("auto", "blockwise", "triton")
@@ -70,7 +70,7 @@ def visible_of(
 
 def _key_mask(config, queries: int, attention_mask: Tensor | None, cache) -> Tensor | None:
     """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
-    if attention_mask is None or attention_mask.dim() != 2 or exporting():
+    if attention_mask is None or attention_mask.dim() != 2:
         return None
     if CORES[config.attention].maps == 1 or attention_backend(config) not in _TAKE_KEY_MASKS:
         return None

@@ -9,7 +9,7 @@ from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.heads import MATCHED, count_heads, default_key_value_heads
 
 # Choices of ``compare --variants`` and ``info --attention``: the fields that turn a configuration into the variant.
-# ``NAME+FIELD=VALUE+...`` changes parts of a core, as in diff_v2+gate=normed+head_norm=weighted.
+# ``NAME+FIELD=VALUE+...`` changes parts of a core, as in diff_v2+gate=normed+head_norm=weighted, or one of ``_SCALES``.
 VARIANTS: dict[str, dict[str, Any]] = {
     "diff": {"attention": "diff"},
     "diff_v2": {"attention": "diff_v2", "lambda_learned": True},
@@ -21,6 +21,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "softmax_norm": {"attention": "softmax", "softmax_head_norm": True},
     "softmax": {"attention": "softmax", "softmax_head_norm": False},
 }
+_SCALES = ("head_scale", "head_norm_init", "lambda_init")
 _LARGEST_STEP = 64
 _TOLERANCE = 0.005  # of all parameters: half of what a matched pair may differ by
 
@@ -43,7 +44,7 @@ def variant_fields(name: str) -> dict[str, Any]:
             value = json.loads(text)
         except ValueError:
             value = text
-        (fields if key == "head_scale" else core)[key] = value
+        (fields if key in _SCALES else core)[key] = value
     return {**fields, "core": core} if core else fields
 
 

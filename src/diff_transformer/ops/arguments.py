@@ -195,16 +195,6 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
 
 
-def exporting() -> bool:
-    """True if the call is recorded for a program that must load without this package: by torch.export, by
-    torch.jit.trace, or by an ONNX exporter, which uses one of them."""
-    return torch.compiler.is_exporting() or torch.jit.is_tracing()
-
-
-# A constant for torch.compile, which in torch 2.11 takes torch.compiler.is_exporting for True wherever it reads it.
-exporting._dynamo_marked_constant = True  # ty: ignore[missing-attribute]
-
-
 def active_transform() -> str | None:
     """The transform that surrounds the call and that kernels of our own do not support, as a message, or None."""
     if forward_ad._current_level >= 0:

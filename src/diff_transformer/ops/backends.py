@@ -9,7 +9,7 @@ from torch import Tensor
 
 from diff_transformer.errors import UserError
 from diff_transformer.ops import cpu, reference, sdpa, table, triton
-from diff_transformer.ops.arguments import DTYPES, active_transform, exporting
+from diff_transformer.ops.arguments import DTYPES, active_transform
 from diff_transformer.ops.call import Call, replace
 
 
@@ -71,8 +71,6 @@ def of_auto(call: Call) -> tuple[str, str]:
     transform = active_transform()
     if transform is not None:
         return "reference", f"inside {transform}"
-    if exporting():
-        return "sdpa", "an exported program must load without this package's operators"
     if call.q1.device.type in ("cpu", "meta"):
         reason = cpu.unsupported_reason(_unpacked(call))
         return ("blockwise", "") if reason is None else ("sdpa", f"not 'blockwise', since {reason}")

@@ -38,8 +38,6 @@ class Call(NamedTuple):
     is_causal: bool = False  # aligned to the lower right corner
     window: int | None = None
     scale: float = 1.0
-    max_seqlen_q: int = 0  # of the longest document, or more
-    max_seqlen_k: int = 0
     gradients: tuple[str, ...] = ()  # names of the inputs whose gradients are needed
     backend: str = "auto"  # as given; after ``resolve`` the one that computes
 
@@ -49,11 +47,11 @@ class Call(NamedTuple):
         return self.q1, self.q2, self.k1, self.k1 if self.k2 is None else self.k2, self.v, self.lam
 
     @property
-    def documents(self) -> tuple[Tensor, Tensor, int, int] | None:
-        """Where packed documents begin and the lengths of the longest, of queries and keys; None without documents."""
+    def documents(self) -> tuple[Tensor, Tensor] | None:
+        """Where the queries and the keys of packed documents begin; None without documents."""
         if self.cu_seqlens_q is None or self.cu_seqlens_k is None:
             return None
-        return self.cu_seqlens_q, self.cu_seqlens_k, self.max_seqlen_q, self.max_seqlen_k
+        return self.cu_seqlens_q, self.cu_seqlens_k
 
     def grid(
         self, rows: Literal["queries", "keys"], block: int, placeholder: Tensor
@@ -70,10 +68,10 @@ class Call(NamedTuple):
         bounds = self.documents[0 if rows == "queries" else 1]
         tiles = x.shape[2] // block + len(bounds) - 1
         of_document = (bounds // block).diff() + 1
-        return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents[:2])
+        return tiles, 1, (torch.repeat_interleave(of_document, output_size=tiles), *self.documents)
 
 
-OPERANDS = Call._fields.index("max_seqlen_q")
+OPERANDS = Call._fields.index("gradients")
 # Their types in the schema of a custom operator.
 SCHEMA = (
     "Tensor q1, Tensor q2, Tensor k1, Tensor? k2, Tensor v, Tensor lam, Tensor? first, Tensor? attn_mask, "

@@ -6,7 +6,6 @@ from torch import Tensor
 from diff_transformer.errors import UserError
 from diff_transformer.ops import triton
 from diff_transformer.ops.api import compute
-from diff_transformer.ops.arguments import exporting
 from diff_transformer.ops.call import OPERANDS, Call, check, is_empty, replace, with_keys
 from diff_transformer.ops.masking import one_mask
 
@@ -54,7 +53,7 @@ def diff_attention_decode(
     _check_lengths(lengths, call.q1)
     if lengths is None or is_empty(call):
         return compute(call)
-    by_kernel = backend == "triton" or (backend == "auto" and call.q1.device.type == "cuda" and not exporting())
+    by_kernel = backend == "triton" or (backend == "auto" and call.q1.device.type == "cuda")
     if by_kernel and triton.unsupported_reason(call) is None:
         from diff_transformer.ops.triton import decode
 

@@ -20,7 +20,6 @@ from functools import partial
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array
 
 from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes
@@ -73,24 +72,16 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale):
     The weights are 4-dimensional and broadcast to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); first may be None. The
     mask is None or 4-dimensional and broadcasts to [B, H, T, S].
     """
-    named = zip(("q1", "q2", "k1", "k2", "v"), tensors, strict=True)
-    arrays = {name: _array(name, x, tensors[0]) for name, x in named}
-    check_shapes({name: x.shape for name, x in arrays.items()})
+    arrays = dict(zip(("q1", "q2", "k1", "k2", "v"), map(jnp.asarray, tensors), strict=True))
     q1 = arrays["q1"]
+    for name, x in arrays.items():
+        if x.dtype.name not in DTYPES or x.dtype != q1.dtype:
+            raise UserError(f"{name} is {x.dtype}; give q1, q2, k1, k2 and v one dtype of {', '.join(DTYPES)}")
+    check_shapes({name: x.shape for name, x in arrays.items()})
     lengths = q1.shape[2], arrays["k1"].shape[2]
     window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
     weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)
     return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
-
-
-def _array(name: str, x, q1) -> Array:
-    if not isinstance(x, jax.Array | np.ndarray):
-        raise UserError(f"{name} is a {type(x).__name__}; give a jax.Array of shape [batch, heads, length, width]")
-    if x.dtype.name not in DTYPES:
-        raise UserError(f"{name} has dtype {x.dtype}; give {', '.join(DTYPES[:-1])} or {DTYPES[-1]}")
-    if x.dtype != q1.dtype:
-        raise UserError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
-    return jnp.asarray(x)
 
 
 def _weight(name: str, x, q1: Array) -> Array:
@@ -109,13 +100,12 @@ def _weight(name: str, x, q1: Array) -> Array:
 def _mask(attn_mask, full: tuple[int, ...]) -> Array | None:
     if attn_mask is None:
         return None
-    if not isinstance(attn_mask, jax.Array | np.ndarray):
-        raise UserError(f"attn_mask is a {type(attn_mask).__name__}; give an array or None")
+    attn_mask = jnp.asarray(attn_mask)
     if attn_mask.dtype != bool and not jnp.issubdtype(attn_mask.dtype, jnp.floating):
         raise UserError(f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask")
     if not broadcasts(attn_mask.shape, full):
         raise UserError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
-    return jnp.asarray(attn_mask)[(None,) * (4 - attn_mask.ndim)]
+    return attn_mask[(None,) * (4 - attn_mask.ndim)]
 
 
 @partial(jax.jit, static_argnames=("is_causal", "window", "scale", "precision"))

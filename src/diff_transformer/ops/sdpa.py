@@ -9,21 +9,18 @@ Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S
 
 import inspect
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import cache
 from operator import index as concrete
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from diff_transformer.ops.call import Call, in_dtype, with_noise_head_for_each_mask
 from diff_transformer.ops.masking import cast_mask, fully_masked_rows, one_mask, position_mask
 
 _HALF = (torch.bfloat16, torch.float16)
-REPEATING = (SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH)  # the backward of the others adds in any order
 FLASH_WIDTH = 256  # of queries and values, at most
 
 
@@ -38,7 +35,7 @@ def attend(call: Call) -> Tensor:
     On the CPU all calls compute in fp32: the bf16 kernel accumulates gradients in bf16, which misses the numerics
     budget of dv at lengths of some hundreds.
     """
-    dtype, on_cpu, repeats = call.v.dtype, call.q1.device.type == "cpu", must_repeat(call)
+    dtype, on_cpu = call.v.dtype, call.q1.device.type == "cpu"
     call = with_noise_head_for_each_mask(call)
     if on_cpu:
         call = in_dtype(call, call.lam.dtype)
@@ -48,7 +45,7 @@ def attend(call: Call) -> Tensor:
     flag = call.window is None and (call.scale > 0 or not on_cpu)  # the CPU's multiplies its -inf by the scale
     mask, is_causal = mask_and_flag(*visible, fully_masked, q1, flag)
     G, D, Dv = k1.shape[1], concrete(q1.shape[3]), concrete(v.shape[3])
-    in_place = mask is None and not repeats and D <= FLASH_WIDTH and takes_flash(q1)  # reads shared keys in place
+    in_place = mask is None and D <= FLASH_WIDTH and takes_flash(q1)  # reads shared keys in place
     values = (pad(v, (0, -Dv % D)) if Dv % D else v).split(D, dim=-1)
 
     def one_map(q: Tensor, k: Tensor) -> Tensor:
@@ -63,13 +60,12 @@ def attend(call: Call) -> Tensor:
         return (outs[0] if len(outs) == 1 else torch.cat(outs, dim=-1)).narrow(-1, 0, Dv).to(lam.dtype)
 
     mask_by_head = call.attn_mask is not None and call.attn_mask.shape[1] > 1  # would have to be copied for both maps
-    with sdpa_kernel(list(REPEATING)) if repeats else nullcontext():
-        if k2 is None and not mask_by_head:  # one call for both maps
-            by_group = [x.unflatten(1, (G, -1)) for x in (q1, q2)]  # [B, G, heads of the map / G, T, D]
-            out = one_map(torch.cat(by_group, dim=2).flatten(1, 2), k1).unflatten(1, (G, -1))
-            first, second = (x.flatten(1, 2) for x in out.split([x.shape[2] for x in by_group], dim=2))
-        else:
-            first, second = one_map(q1, k1), one_map(q2, k1 if k2 is None else k2)
+    if k2 is None and not mask_by_head:  # one call for both maps
+        by_group = [x.unflatten(1, (G, -1)) for x in (q1, q2)]  # [B, G, heads of the map / G, T, D]
+        out = one_map(torch.cat(by_group, dim=2).flatten(1, 2), k1).unflatten(1, (G, -1))
+        first, second = (x.flatten(1, 2) for x in out.split([x.shape[2] for x in by_group], dim=2))
+    else:
+        first, second = one_map(q1, k1), one_map(q2, k1 if k2 is None else k2)
     if call.first is not None:
         first = call.first * first
     out = first - lam * second.repeat_interleave(q1.shape[1] // q2.shape[1], dim=1)
@@ -96,12 +92,6 @@ def softmax_attention(
     mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q, window is None or window >= S)
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  (symbolic when traced or compiled)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
-
-
-def must_repeat(call: Call) -> bool:
-    """True if the gradients of a call on a GPU must repeat bit for bit."""
-    wanted = bool(call.gradients) and torch.are_deterministic_algorithms_enabled()
-    return wanted and call.q1.device.type == "cuda"
 
 
 def needs_mask(call: Call) -> bool:
@@ -150,8 +140,8 @@ def _has_flash(device: str, index: int | None) -> bool:
 
 
 def packs(x: Tensor) -> bool:
-    """True if ``packed_attention`` takes tensors like x here, and repeats where algorithms must be deterministic."""
-    return takes_flash(x) and not torch.are_deterministic_algorithms_enabled() and torch.version.hip is None
+    """True if ``packed_attention`` takes tensors like x here."""
+    return takes_flash(x) and torch.version.hip is None
 
 
 def packed_attention(

@@ -16,12 +16,12 @@ MEASURED = {(9, 0): (64, 96, 128)}
 def prefers_triton(call: Call) -> bool:
     """True if the Triton kernels compute a call that they support; otherwise PyTorch's attention does.
 
-    They do where they were measured, where SDPA would need a mask of all pairs or a call for each document, for a few
-    queries over many keys, and for gradients that must repeat bit for bit.
+    They do where they were measured, where SDPA would need a mask of all pairs or a call for each document, and for a
+    few queries over many keys.
     """
     if call.documents is not None or sdpa.needs_mask(call):
         return True
-    return sdpa.must_repeat(call) or triton.decodes(call) or is_measured(call)
+    return triton.decodes(call) or is_measured(call)
 
 
 def is_measured(call: Call) -> bool:

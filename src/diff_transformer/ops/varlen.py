@@ -45,7 +45,8 @@ def diff_attention_varlen(
         lam: a float, or a tensor that is scalar, [H] or broadcastable to [total_q, H, 1]; computed with in fp32.
         cu_seqlens_q, cu_seqlens_k: int32 [documents + 1] on the device of q1: 0, then where each document ends.
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
-        max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows.
+        max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows. No
+            backend needs them; they are there as in other packed attention.
         first: weight of the first map, as lam; 1 if None.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
             corner. On a GPU "auto" is "triton" where it can, on the CPU "blockwise".
@@ -77,8 +78,7 @@ def diff_attention_varlen(
             f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
             "give both for the same documents"
         )
-    documents = {"cu_seqlens_q": cu_seqlens_q, "cu_seqlens_k": cu_seqlens_k}
-    call = resolve(replace(call, **documents, max_seqlen_q=max_seqlen_q, max_seqlen_k=max_seqlen_k))
+    call = resolve(replace(call, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k))
     at_once = BACKENDS[call.backend].unsupported_reason(call) is None
     if is_empty(call):
         return zeros(call)[0].transpose(0, 1)
@@ -102,7 +102,7 @@ def _weight_as_batch(x: Any) -> Any:
 def _one_by_one(call: Call) -> Tensor:
     """[1, H, total_q, Dv] from one call of the backend for each document with queries and keys."""
     assert call.documents is not None
-    lengths_q, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in call.documents[:2])
+    lengths_q, lengths_k = (cu_seqlens.diff().tolist() for cu_seqlens in call.documents)
     lengths = {name: lengths_k if name in ("k1", "k2", "v") else lengths_q for name in Call._fields[:7]}
     parts: list[Any] = [
         [None] * len(each) if x is None else x.split(each, dim=2)

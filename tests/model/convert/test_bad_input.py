@@ -46,6 +46,7 @@ def test_another_model_is_named(tmp_path):
         ({"target": "llama"}, "is in the layout 'llama' already; give another --to"),
         ({"dtype": "int8"}, "no dtype 'int8'; there are: float32"),
         ({"target": "diff_v2", "lambda_init": 0.3}, "'diff_v2' has a start of its own"),
+        ({"lambda_init": 0.3}, "lambda_init is 0.3, which only the target 'diff' has"),
     ],
 )
 def test_wrong_names(llama, options, message):

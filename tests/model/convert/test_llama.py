@@ -72,7 +72,10 @@ def test_mistral_with_its_window(randomise, ids, tmp_path, window):
 
 def test_models_in_memory_keep_dtype_and_mode(llama):
     theirs = llama().to(torch.bfloat16).train()
+    theirs.generation_config.eos_token_id, theirs.generation_config.top_k = 7, 3
     ours = convert_model(theirs)
+    assert ours.generation_config.to_dict() == theirs.generation_config.to_dict()
+    assert ours.generation_config is not theirs.generation_config
     assert ours.dtype == torch.bfloat16
     assert ours.training
     assert all(parameter.requires_grad for parameter in ours.parameters())

@@ -122,28 +122,6 @@ def use_backend(network, name):
             module.backend = name
 
 
-@pytest.mark.parametrize("padded", [False, True], ids=["full", "left padding"])
-@pytest.mark.parametrize("cache", [None, "static"])
-def test_generation_is_that_of_the_reference(monkeypatch, cache, padded):
-    """In fp32, greedy; after the prompt, every layer of every step goes through the decoding kernel."""
-    network = model()
-    ids = torch.randint(1, 512, (2, 600), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    mask = torch.ones_like(ids)
-    if padded:
-        mask[1, :77] = 0
-    options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    if cache:
-        options |= {"cache_implementation": cache, "disable_compile": True}
-    use_backend(network, "reference")
-    expected = network.generate(ids, attention_mask=mask, **options)
-    calls = []
-    kernel = decode.attend_decode
-    monkeypatch.setattr(decode, "attend_decode", lambda *arguments: calls.append(1) or kernel(*arguments))
-    use_backend(network, "triton")  # "auto" may have measured another form to be faster
-    assert torch.equal(network.generate(ids, attention_mask=mask, **options), expected)
-    assert len(calls) == 11 * 3
-
-
 def test_compiled_generation_with_a_static_cache():
     network, ids = model(), torch.randint(1, 512, (2, 300), device="cuda")
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

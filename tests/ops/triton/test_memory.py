@@ -78,7 +78,7 @@ def test_neither_maps_nor_repeated_heads_are_allocated(monkeypatch, launched, at
 
         return launches
 
-    for name in ("plan_forward", "launch_backward"):
+    for name in ("plan_forward", "plan_backward"):
         monkeypatch.setattr(operator, name, watched(getattr(operator, name)))
     with outside:
         torch.autograd.grad(attend(x).sum(), x)

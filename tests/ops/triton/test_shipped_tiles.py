@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", reason="the kernels are written in Triton")
 
 from diff_transformer.ops import diff_attention
-from diff_transformer.ops.triton import backward, interpreted, operator, tile_sizes
+from diff_transformer.ops.triton import interpreted, operator, tile_sizes
 from diff_transformer.testing import assert_within_budget, make_inputs
 
 pytestmark = [
@@ -82,8 +82,7 @@ def test_shipped_tiles(monkeypatch, tiles, case):
             given.append(kernel)
             return {(128, 256): (tiles[kernel],)}
 
-    for module in (operator, backward):
-        monkeypatch.setattr(module, "table_of", lambda x: Given())
+    monkeypatch.setattr(operator, "table_of", lambda x: Given())
     sizes, options = CASES[case]
     x = make_inputs(**({"B": 1, "H": 1, "D": 16} | sizes))
 

@@ -118,8 +118,10 @@ def convert_folder(
     """
     source, out = Path(source), Path(out)
     require_known("target", target, FOLDER_TARGETS)
-    if target in KINDS:
+    if target in (*KINDS, DEX):
         check_start(target, lambda_init)
+    elif lambda_init != 0.5:
+        raise UserError(f"lambda_init is {lambda_init!r}, which only the target 'diff' has; leave it out")
     if dtype is not None:
         require_known("dtype", dtype, DTYPES)
     cast = None if dtype is None else getattr(torch, dtype)

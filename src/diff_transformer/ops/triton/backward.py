@@ -27,11 +27,10 @@ from diff_transformer.ops.triton.launching import (
     inputs_of,
     kernel_mask,
     rows_contiguous,
-    run,
     strides,
     transposed_like,
 )
-from diff_transformer.ops.triton.tile_sizes import Table, chunks, split, table_of, tile_size
+from diff_transformer.ops.triton.tile_sizes import Table, chunks, split, tile_size
 from diff_transformer.ops.triton.tiles import (
     LOG2_E,
     NO_MASK,
@@ -336,23 +335,15 @@ def bwd_dq_kernel(
         store_tile(to, queries, dq2_strides[2], T - first, dq2a * scale, dq2b * scale, DA, DB, D)
 
 
-def launch_backward(
-    call: Call, dout: Tensor, saved: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of q1, q2, k1, k2, v (in their dtypes), lam and first ([B, H, T, 1], fp32), for dout [B, H, T, Dv].
+def plan_backward(
+    call: Call, dout: Tensor, saved: Sequence[Tensor], table: Table
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+    """Gradients of q1, q2, k1, k2, v (in their dtypes), lam and first ([B, H, T, 1], fp32), not yet computed, and what
+    computes them, for dout [B, H, T, Dv].
 
     ``saved`` has the results of ``plan_forward`` after the first. Without k2, the gradient of k1 is the sum over both
     maps and that of k2 is empty; without ``first`` that gradient is empty.
     """
-    results, launches = plan_backward(call, dout, saved, table_of(call.q1))
-    run(launches, call.q1.device)
-    return results
-
-
-def plan_backward(
-    call: Call, dout: Tensor, saved: Sequence[Tensor], table: Table
-) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
-    """The results of ``launch_backward``, not yet computed, and what computes them."""
     q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
     out1, out2, lse1, lse2 = saved
     inputs = inputs_of(call)

@@ -1,7 +1,7 @@
 """The kernels as PyTorch operators with gradients, so that they work with torch.compile, export and checkpointing.
 
 Arguments are the first fields of ``Call``. Results are those of ``forward.plan_forward`` and
-``backward.launch_backward``.
+``backward.plan_backward``.
 """
 
 import logging
@@ -15,7 +15,7 @@ from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call
 from diff_transformer.ops.hopper.backward import attend_backward
 from diff_transformer.ops.hopper.forward import attend_forward
 from diff_transformer.ops.hopper.support import unsupported_reason
-from diff_transformer.ops.triton.backward import launch_backward
+from diff_transformer.ops.triton.backward import plan_backward
 from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
 from diff_transformer.ops.triton.launching import like_queries, run, transposed_like
@@ -56,7 +56,9 @@ def backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Ten
     call, saved = Call(*operands), (out1, out2, lse1, lse2)
     if by_hopper and _by_hopper("backward", call):
         return *attend_backward(call, dout, saved), call.lam.new_empty(0)
-    return launch_backward(call, dout, saved)
+    results, launches = plan_backward(call, dout, saved, table_of(call.q1))
+    run(launches, call.q1.device)
+    return results
 
 
 @forward.register_fake
