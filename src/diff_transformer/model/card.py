@@ -49,7 +49,7 @@ def source_facts(name_or_path: str) -> dict[str, str]:
     folder = Path(name_or_path)
     name = _name_on_hub(folder) or (folder.resolve().name if folder.is_dir() else name_or_path)
     path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)
     licence = re.findall(r"^(license(?:_name|_link)?): *(\S.*)$", head[1] if head else "", re.MULTILINE)
     return {"base_model": name, **dict(licence)}

@@ -102,7 +102,8 @@ def test_the_card_has_the_licence_and_the_name_of_the_source(tmp_path, way):
     in_place = way.startswith("differentiated")
     source = tiny("Qwen3" if in_place else "Llama")
     source.save_pretrained(tmp_path / "source")
-    (tmp_path / "source" / "README.md").write_text("---\nlicense: other\nlicense_name: ours\ntags:\n- x\n---\n# S\n")
+    card = b"---\nlicense: other\nlicense_name: ours\ntags:\n- x\n---\n# \xe9\n"  # not UTF-8
+    (tmp_path / "source" / "README.md").write_bytes(card)
     if "folder" in way:
         convert_folder(tmp_path / "source", tmp_path / "out", target="diff_v2")
     else:
