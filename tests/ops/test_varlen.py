@@ -107,7 +107,7 @@ X = packed()
 BAD = {
     "not a tensor": ({"x": X._replace(k1=[1.0])}, r"k1 is a list; give a tensor of shape \[rows, heads"),
     "rank 4": ({"x": X._replace(q2=X.q2[None])}, r"q2 has 4 dimensions .*; give \[rows, heads, width\]"),
-    "key heads": ({"x": X._replace(v=X.v.repeat(1, 2, 1))}, "k1 has head count 1 and v has head count 2"),
+    "key heads": ({"x": X._replace(v=X.v.repeat(1, 2, 1))}, r"v is \[1, 2, 70, 32\], torch.float32, cpu: give q1 \[B"),
     "lam": ({"x": X._replace(lam=torch.rand(60, 4))}, r"lam has shape \[1, 60, 1, 4\]; .* to \[1, 4, 60, 1\]"),
     "list": ({"cu_q": ENDS_Q}, "cu_seqlens_q is list; give an int32 tensor"),
     "int64": ({"cu_k": ends(ENDS_K, torch.int64)}, "cu_seqlens_k is torch.int64; give an int32 tensor"),

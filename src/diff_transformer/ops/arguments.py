@@ -1,7 +1,6 @@
 """Checks of a call's arguments, autocast, and the detection of tracing and torch.func."""
 
 import math
-from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
 
@@ -75,68 +74,39 @@ def check_options(
     return min(window, max(1, *lengths)), scale
 
 
-def passes_fast_check(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> bool:
-    """True if the tensors pass ``check_tensors``, in as few steps as possible; False for empty tensors."""
+FITTING = (
+    "q1 [B, H, T, D], q2 [B, Hn, T, D], k1 and k2 [B, G, S, D] and v [B, G, S, Dv], where G divides Hn, Hn divides H, "
+    "and B, T and S alone may be 0"
+)
+
+
+def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> None:
+    """Raise unless the shapes fit together and the tensors have one device and one of ``DTYPES``."""
     try:
-        (B, H, T, D), (_, Hn, _, _), (_, G, S, _), Dv = q1.shape, q2.shape, k1.shape, v.shape[3]
-        return (
-            q2.shape == (B, Hn, T, D)
-            and k1.shape == k2.shape == (B, G, S, D)
-            and v.shape == (B, G, S, Dv)
-            and B * T * S * D * Dv * G * Hn * H > 0
-            and H % Hn == Hn % G == 0
+        fit = (
+            shapes_fit(q1.shape, q2.shape, k1.shape, k2.shape, v.shape)
             and q1.dtype == q2.dtype == k1.dtype == k2.dtype == v.dtype
             and q1.dtype in DTYPES
             and q1.device == q2.device == k1.device == k2.device == v.device
         )
-    except (AttributeError, TypeError, ValueError, IndexError, ZeroDivisionError):
+    except (AttributeError, TypeError):  # of what is no tensor
+        fit = False
+    if not fit:
+        given = [
+            f"{list(x.shape)}, {x.dtype}, {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            for x in (q1, q2, k1, k2, v)
+        ]
+        found = "; ".join(f"{name} is {x}" for name, x in zip(("q1", "q2", "k1", "k2", "v"), given, strict=True))
+        raise UserError(f"{found}: give {FITTING}; all float32, bfloat16, float16 or float64, and on one device")
+
+
+def shapes_fit(q1, q2, k1, k2, v) -> bool:
+    """True if tensors of these shapes are ``FITTING``."""
+    if not len(q1) == len(q2) == len(k1) == len(v) == 4:
         return False
-
-
-def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> None:
-    """Raise if ranks, sizes, head counts, dtypes or devices of the tensors do not fit together."""
-    named = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}
-    for name, x in named.items():
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} is a {type(x).__name__}; give a tensor of shape [batch, heads, length, width]")
-        if x.dtype not in DTYPES:
-            raise UserError(f"{name} has dtype {x.dtype}; give float32, bfloat16, float16 or float64")
-        if x.dtype != q1.dtype:
-            raise UserError(f"q1 is {q1.dtype} and {name} is {x.dtype}; cast them to one dtype")
-        if x.device != q1.device:
-            raise UserError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
-    check_shapes({name: x.shape for name, x in named.items()})
-
-
-SIZES = ("batch", "head count", "length", "width")
-EQUAL = {"q2": ("q1", (0, 2, 3)), "k1": ("q1", (0, 3)), "k2": ("k1", (0, 1, 2, 3)), "v": ("k1", (0, 1, 2))}
-
-
-def check_shapes(shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise if ranks, sizes or head counts of q1, q2, k1, k2 and, if there are values, v do not fit together."""
-    for name, shape in shapes.items():
-        if len(shape) != 4:
-            raise UserError(
-                f"{name} has {len(shape)} dimensions (shape {list(shape)}); give [batch, heads, length, width]"
-            )
-        if 0 in (shape[1], shape[3]):
-            raise UserError(f"{name} has shape {list(shape)}; give at least 1 head of width 1 or more")
-    for name, (other, dimensions) in EQUAL.items():
-        for i in dimensions if name in shapes else ():
-            own, needed = shapes[name][i], shapes[other][i]
-            if own != needed:
-                raise UserError(f"{other} has {SIZES[i]} {needed} and {name} has {SIZES[i]} {own}; make them equal")
-    H, Hn, G = (shapes[name][1] for name in ("q1", "q2", "k1"))
-    if H % Hn:
-        raise UserError(
-            f"q1 has {H} heads, which q2's {Hn} noise heads do not divide; "
-            "give q2 as many heads as q1 or a divisor of that number"
-        )
-    if Hn % G:
-        raise UserError(
-            f"q2 has {Hn} heads, which k1's {G} key/value heads do not divide; "
-            "give a number of key/value heads that divides the heads of q2 (and so of q1)"
-        )
+    (B, H, T, D), Hn, (G, S), Dv = q1, q2[1], k1[1:3], v[3]
+    same = q2 == (B, Hn, T, D) and k1 == k2 == (B, G, S, D) and v == (B, G, S, Dv)
+    return same and H * Hn * G * D * Dv > 0 and H % Hn == Hn % G == 0
 
 
 def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from diff_transformer.ops.arguments import broadcasts, check_options, check_shapes
+from diff_transformer.ops.arguments import FITTING, broadcasts, check_options, shapes_fit
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
@@ -72,16 +72,14 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale):
     The weights are 4-dimensional and broadcast to [B, H, T, 1], in fp32 (fp64 for fp64 inputs); first may be None. The
     mask is None or 4-dimensional and broadcasts to [B, H, T, S].
     """
-    arrays = dict(zip(("q1", "q2", "k1", "k2", "v"), map(jnp.asarray, tensors), strict=True))
-    q1 = arrays["q1"]
-    for name, x in arrays.items():
-        if x.dtype.name not in DTYPES or x.dtype != q1.dtype:
-            raise UserError(f"{name} is {x.dtype}; give q1, q2, k1, k2 and v one dtype of {', '.join(DTYPES)}")
-    check_shapes({name: x.shape for name, x in arrays.items()})
-    lengths = q1.shape[2], arrays["k1"].shape[2]
+    q1, _, k1, _, _ = arrays = tuple(map(jnp.asarray, tensors))
+    if not shapes_fit(*(x.shape for x in arrays)) or {x.dtype for x in arrays} not in [{jnp.dtype(x)} for x in DTYPES]:
+        found = "; ".join(f"{x.shape}, {x.dtype}" for x in arrays)
+        raise UserError(f"q1, q2, k1, k2 and v are {found}: give {FITTING}; all one of {', '.join(DTYPES)}")
+    lengths = q1.shape[2], k1.shape[2]
     window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
     weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)
-    return tuple(arrays.values()), weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
+    return arrays, weights, _mask(attn_mask, (*q1.shape[:2], *lengths)), window, scale
 
 
 def _weight(name: str, x, q1: Array) -> Array:
