@@ -3,6 +3,7 @@
 import math
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,12 +93,14 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> 
     except (AttributeError, TypeError):  # of what is no tensor
         fit = False
     if not fit:
-        given = [
-            f"{list(x.shape)}, {x.dtype}, {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            for x in (q1, q2, k1, k2, v)
-        ]
-        found = "; ".join(f"{name} is {x}" for name, x in zip(("q1", "q2", "k1", "k2", "v"), given, strict=True))
+        named = zip(("q1", "q2", "k1", "k2", "v"), (q1, q2, k1, k2, v), strict=True)
+        found = "; ".join(f"{name} is {described(x)}" for name, x in named)
         raise UserError(f"{found}: give {FITTING}; all float32, bfloat16, float16 or float64, and on one device")
+
+
+def described(x: Any) -> str:
+    """The shape, dtype and device of a tensor, or the type of anything else, for a message."""
+    return f"{list(x.shape)}, {x.dtype}, {x.device}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
 
 
 def shapes_fit(q1, q2, k1, k2, v) -> bool:
@@ -118,17 +121,15 @@ def weight_for_every_row(name: str, x: float | Tensor, q1: Tensor) -> Tensor:
     dtype = torch.promote_types(q1.dtype, torch.float32)
     if not isinstance(x, Tensor):
         return torch.full((1, 1, 1, 1), float(x), dtype=dtype, device=q1.device).expand(B, H, T, 1)
-    if x.device != q1.device and x.dim() > 0:
-        raise UserError(f"q1 is on {q1.device} and {name} on {x.device}; move them to one device")
-    shape = list(x.shape)
-    x = x.to(device=q1.device, dtype=dtype)
-    if x.dim() == 1 and x.shape[0] in (1, H):
-        return x[None, :, None, None].expand(B, H, T, 1)
-    if x.dim() == 0 or (x.dim() > 1 and broadcasts(x.shape, (B, H, T, 1))):
-        return x.expand(B, H, T, 1)
+    weight = x.to(dtype=dtype) if x.dim() else x.to(device=q1.device, dtype=dtype)
+    if weight.device == q1.device:
+        if x.dim() == 1 and x.shape[0] in (1, H):
+            return weight[None, :, None, None].expand(B, H, T, 1)
+        if x.dim() == 0 or (x.dim() > 1 and broadcasts(x.shape, (B, H, T, 1))):
+            return weight.expand(B, H, T, 1)
     raise UserError(
-        f"{name} has shape {shape}; give a float, a scalar, [{H}] (one per head) "
-        f"or dimensions that broadcast to [{B}, {H}, {T}, 1]"
+        f"{name} is {described(x)}; give a float, a scalar, [{H}] (one per head) "
+        f"or dimensions that broadcast to [{B}, {H}, {T}, 1], on {q1.device}"
     )
 
 
@@ -143,16 +144,16 @@ def four_dimensional_mask(attn_mask: Tensor | None, q1: Tensor, S: int) -> Tenso
     if attn_mask is None:
         return None
     full = (*q1.shape[:3], S)  # [B, H, T, S]
-    if not isinstance(attn_mask, Tensor):
-        raise UserError(f"attn_mask is a {type(attn_mask).__name__}; give a tensor or None")
-    if attn_mask.dtype != torch.bool and not attn_mask.is_floating_point():
+    if not (
+        isinstance(attn_mask, Tensor)
+        and (attn_mask.dtype == torch.bool or attn_mask.is_floating_point())
+        and attn_mask.device == q1.device
+        and broadcasts(attn_mask.shape, full)
+    ):
         raise UserError(
-            f"attn_mask has dtype {attn_mask.dtype}; give bool (True = attend) or a floating-point mask that is added"
+            f"attn_mask is {described(attn_mask)}; give None, or bool (True = attend) or a floating-point mask that is "
+            f"added, that broadcasts to {list(full)}, on {q1.device}"
         )
-    if attn_mask.device != q1.device:
-        raise UserError(f"q1 is on {q1.device} and attn_mask on {attn_mask.device}; move them to one device")
-    if not broadcasts(attn_mask.shape, full):
-        raise UserError(f"attn_mask has shape {list(attn_mask.shape)}, which does not broadcast to {list(full)}")
     return attn_mask[(None,) * (4 - attn_mask.dim())]
 
 

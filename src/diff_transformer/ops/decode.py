@@ -6,6 +6,7 @@ from torch import Tensor
 from diff_transformer.errors import UserError
 from diff_transformer.ops import triton
 from diff_transformer.ops.api import compute
+from diff_transformer.ops.arguments import described
 from diff_transformer.ops.call import OPERANDS, Call, check, is_empty, replace, with_keys
 from diff_transformer.ops.masking import one_mask
 
@@ -76,12 +77,13 @@ def _mask(lengths: Tensor, call: Call) -> Tensor | None:
 
 
 def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
-    if lengths is None:
-        return
-    if not isinstance(lengths, Tensor) or lengths.dtype not in (torch.int32, torch.int64):
-        kind = lengths.dtype if isinstance(lengths, Tensor) else type(lengths).__name__
-        raise UserError(f"lengths is {kind}; give an int32 tensor of shape [{q1.shape[0]}], or None")
-    if lengths.shape != q1.shape[:1]:
-        raise UserError(f"lengths has shape {list(lengths.shape)}; give one length a batch entry, [{q1.shape[0]}]")
-    if lengths.device != q1.device:
-        raise UserError(f"q1 is on {q1.device} and lengths on {lengths.device}; move them to one device")
+    if lengths is not None and not (
+        isinstance(lengths, Tensor)
+        and lengths.dtype in (torch.int32, torch.int64)
+        and lengths.shape == q1.shape[:1]
+        and lengths.device == q1.device
+    ):
+        raise UserError(
+            f"lengths is {described(lengths)}; give None, or one int32 length a batch entry, [{q1.shape[0]}], on "
+            f"{q1.device}"
+        )

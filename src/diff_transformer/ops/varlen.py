@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.errors import UserError
-from diff_transformer.ops.arguments import autocast_off
+from diff_transformer.ops.arguments import autocast_off, described
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.call import Call, check, is_empty, replace, zeros
 
@@ -45,8 +45,7 @@ def diff_attention_varlen(
         lam: a float, or a tensor that is scalar, [H] or broadcastable to [total_q, H, 1]; computed with in fp32.
         cu_seqlens_q, cu_seqlens_k: int32 [documents + 1] on the device of q1: 0, then where each document ends.
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
-        max_seqlen_q, max_seqlen_k: the length of the longest document (or more); 0 only where there are no rows. No
-            backend needs them; they are there as in other packed attention.
+        max_seqlen_q, max_seqlen_k: the length of the longest document, as other packed attention asks for. Not used.
         first: weight of the first map, as lam; 1 if None.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
             corner. On a GPU "auto" is "triton" where it can, on the CPU "blockwise".
@@ -59,24 +58,18 @@ def diff_attention_varlen(
         RuntimeError: from PyTorch, where cu_seqlens are read on the host and do not split the rows.
     """
     for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
-        if not isinstance(x, Tensor):
-            raise UserError(f"{name} is a {type(x).__name__}; give a tensor of shape [rows, heads, width]")
-        if x.dim() != 3:
-            raise UserError(f"{name} has {x.dim()} dimensions (shape {list(x.shape)}); give [rows, heads, width]")
+        if not isinstance(x, Tensor) or x.dim() != 3:
+            raise UserError(f"{name} is {described(x)}; give a tensor of shape [rows, heads, width]")
     keys = _as_batch(k1)
     tensors = (_as_batch(q1), _as_batch(q2), keys, keys if k2 is k1 else _as_batch(k2), _as_batch(v))
     lam, first = _weight_as_batch(lam), _weight_as_batch(first)
     call = check(*tensors, lam, None, is_causal, window, scale, backend, first)
-    bounds = (
-        ("cu_seqlens_q", cu_seqlens_q, "max_seqlen_q", max_seqlen_q, q1),
-        ("cu_seqlens_k", cu_seqlens_k, "max_seqlen_k", max_seqlen_k, k1),
-    )
-    for each in bounds:
-        check_bounds(*each)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
+    ends = cu_seqlens_q, cu_seqlens_k
+    fit = [isinstance(x, Tensor) and (x.dtype, x.dim(), x.device) == (torch.int32, 1, q1.device) for x in ends]
+    if not all(fit) or len(cu_seqlens_q) < 2 or cu_seqlens_q.shape != cu_seqlens_k.shape:
         raise UserError(
-            f"cu_seqlens_q has {len(cu_seqlens_q) - 1} documents and cu_seqlens_k {len(cu_seqlens_k) - 1}; "
-            "give both for the same documents"
+            f"cu_seqlens_q is {described(cu_seqlens_q)} and cu_seqlens_k {described(cu_seqlens_k)}; give both int32 "
+            f"[documents + 1] on {q1.device}: 0, then the end of each document"
         )
     call = resolve(replace(call, cu_seqlens_q=cu_seqlens_q, cu_seqlens_k=cu_seqlens_k))
     at_once = BACKENDS[call.backend].unsupported_reason(call) is None
@@ -113,16 +106,3 @@ def _one_by_one(call: Call) -> Tensor:
         alone = replace(call, **dict(zip(lengths, tensors, strict=True)), cu_seqlens_q=None, cu_seqlens_k=None)
         outs.append(zeros(alone) if is_empty(alone) else BACKENDS[call.backend].attend(alone))
     return torch.cat(outs, dim=2)
-
-
-def check_bounds(name: str, cu_seqlens: Tensor, max_name: str, max_seqlen: int, x: Tensor) -> None:
-    """Raise unless cu_seqlens and max_seqlen are of the right types, shape and device for the rows of x."""
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32:
-        kind = cu_seqlens.dtype if isinstance(cu_seqlens, Tensor) else type(cu_seqlens).__name__
-        raise UserError(f"{name} is {kind}; give an int32 tensor, 0 and then the end of each document")
-    if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2:
-        raise UserError(f"{name} has shape {list(cu_seqlens.shape)}; give [documents + 1]")
-    if cu_seqlens.device != x.device:
-        raise UserError(f"q1 is on {x.device} and {name} on {cu_seqlens.device}; move them to one device")
-    if max_seqlen < (1 if len(x) else 0):
-        raise UserError(f"{max_name} is {max_seqlen}; give the length of the longest document")

@@ -10,7 +10,7 @@ from diff_transformer.ops.call import Call
 from diff_transformer.ops.hopper.bwd_dkdv import bwd_dkdv
 from diff_transformer.ops.hopper.bwd_dq import bwd_dq
 from diff_transformer.ops.hopper.forward import OPTIONS, descriptor
-from diff_transformer.ops.hopper.support import unsupported_by_tma
+from diff_transformer.ops.hopper.support import read_by_tma
 from diff_transformer.ops.triton.deltas import plan_statistics
 from diff_transformer.ops.triton.launching import Launch, run, transposed_like
 
@@ -52,7 +52,7 @@ def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tu
     """The results of ``attend_backward``, not yet computed nor ``summed``, and what computes them."""
     q1, q2, k1, k2, v, lam = call.q1, call.q2, call.k1, call.k2, call.v, call.lam
     out1, out2, lse1, lse2 = saved
-    if unsupported_by_tma(dout) is not None:  # strides of 0, as the gradient of a sum has, or a start between 16 bytes
+    if not read_by_tma(dout):  # strides of 0, as the gradient of a sum has, or a start between 16 bytes
         dout = dout.clone(memory_format=torch.contiguous_format)
     B, H, T, D = q1.shape
     G, S = v.shape[1:3]

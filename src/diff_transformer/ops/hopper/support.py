@@ -1,6 +1,6 @@
 """Which calls the Hopper kernels take: the installation, the device, and the tensors' dtypes, widths and strides.
 
-Each function returns the reason why a call is not supported, as a message, or None. Nothing here runs a kernel.
+Functions return the reason why a call is not supported, as a message, or None. Nothing here runs a kernel.
 """
 
 import os
@@ -58,33 +58,24 @@ def unsupported_installation(index: int | None) -> str | None:
 
 def unsupported_tensors(call: Call) -> str | None:
     """Why the kernels do not take tensors like these, or None."""
-    if call.attn_mask is not None or call.window is not None or call.documents is not None:
-        return "the Hopper kernels take no attn_mask, no window and no packed documents"
-    if call.first is not None:
-        return "the Hopper kernels take no weight of the first map"
-    q1, v = call.q1, call.v
-    if q1.dtype not in DTYPES:
-        return f"the Hopper kernels take bfloat16 and float16, not {q1.dtype}"
-    if (q1.shape[3], v.shape[3]) != (D, DV):
-        return f"the Hopper kernels take query and value widths ({D}, {DV}), not ({q1.shape[3]}, {v.shape[3]})"
-    B, H, T = q1.shape[:3]
-    if max(B, H) > MAX_GRID or B * H * T >= 2**31:
-        return f"the Hopper kernels take batches and heads up to {MAX_GRID} and 2^31 rows, not {B} x {H} x {T}"
-    for name, x in {"q1": q1, "q2": call.q2, "k1": call.k1, "k2": call.k2, "v": v}.items():
-        reason = None if x is None else unsupported_by_tma(x)
-        if reason is not None:
-            return f"{name} {reason}, which TMA cannot read"
-    return None
+    (B, H, T, width), v = call.q1.shape, call.v
+    taken = (
+        all(option is None for option in (call.attn_mask, call.window, call.documents, call.first))
+        and v.dtype in DTYPES
+        and (width, v.shape[3]) == (D, DV)
+        and max(B, H) <= MAX_GRID
+        and B * H * T < 2**31
+        and all(x is None or read_by_tma(x) for x in call[:5])
+    )
+    if taken:
+        return None
+    return (
+        f"the Hopper kernels take bfloat16 and float16 of widths {D} and {DV}, without attn_mask, window, packed "
+        "documents and weight of the first map, as TMA reads them: rows contiguous and at multiples of 16 bytes"
+    )
 
 
-def unsupported_by_tma(x: Tensor) -> str | None:
-    """Why no TMA descriptor can describe x as it lies in memory, or None. A dimension of size 1 may have any stride."""
-    if x.stride(-1) != 1:
-        return "has a last dimension that is not contiguous"
-    if x.data_ptr() % 16:
-        return f"starts {x.data_ptr() % 16} bytes beyond a multiple of 16"
-    for i in range(x.dim() - 1):
-        stride = x.stride(i) * x.element_size()
-        if x.shape[i] > 1 and (stride <= 0 or stride % 16):
-            return f"has a stride in dimension {i} that is no positive multiple of 16 bytes"
-    return None
+def read_by_tma(x: Tensor) -> bool:
+    """True if a TMA descriptor can describe x as it lies in memory. A dimension of size 1 may have any stride."""
+    strides = [x.stride(i) * x.element_size() for i in range(x.dim() - 1) if x.shape[i] > 1]
+    return x.stride(-1) == 1 and x.data_ptr() % 16 == 0 and all(step > 0 and step % 16 == 0 for step in strides)
