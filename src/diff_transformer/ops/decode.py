@@ -58,7 +58,7 @@ def diff_attention_decode(
     if by_kernel and triton.unsupported_reason(call) is None:
         from diff_transformer.ops.triton import decode
 
-        if decode.unsupported_reason(call) is None:
+        if decode.takes(call):
             return decode.attend_decode(*call[:OPERANDS], lengths)
     unused = (torch.arange(call.k1.shape[2], device=lengths.device) >= lengths[:, None])[:, None, :, None]
     used = with_keys(call, lambda x: x.masked_fill(unused, 0))  # 0 times NaN would be NaN

@@ -75,7 +75,7 @@ def attend(call: Call) -> Tensor:
 
     if call.v.dtype == torch.bfloat16 and operator.INTERPRETED:  # which multiplies the bit patterns of bf16
         return attend(in_dtype(call, torch.float32)).bfloat16()
-    if decodes(call) and decode.unsupported_reason(call) is None:
+    if decodes(call) and decode.takes(call):
         return decode.attend_decode(*call[:OPERANDS], None)
     mask = call.attn_mask
     if mask is not None and _whole_rows(mask):

@@ -77,24 +77,19 @@ def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
-def unsupported_reason(call: Call) -> str | None:
-    """Why ``attend_decode`` does not support a call that the backend supports, with what would work, or None."""
-    q1, q2, k1, k2, v, _ = call.inputs
-    attn_mask, transform = call.attn_mask, active_transform()
-    if call.gradients:
-        return "gradients are needed"
-    if transform is not None:
-        return f"it does not follow {transform}"
-    if INTERPRETED and q1.dtype == torch.bfloat16:
-        return "Triton's interpreter multiplies the bit patterns of bfloat16; give float32"
-    if q1.shape[2] > MAX_QUERIES:
-        return f"there are {q1.shape[2]} queries; the decoding kernel takes at most {MAX_QUERIES}"
-    if attn_mask is not None and attn_mask.dtype != torch.bool:
-        return f"attn_mask is {attn_mask.dtype}; the decoding kernel takes boolean masks (True = attend)"
-    for name, x in {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v}.items():
-        if x.stride(3) != 1 and x.shape[3] > 1:
-            return f"{name} has stride {x.stride(3)} in its last dimension; give it stride 1, as .contiguous() does"
-    return None
+def takes(call: Call) -> bool:
+    """True if ``attend_decode`` supports a call that the backend supports: at most ``MAX_QUERIES``, no gradients, no
+    additive mask, rows contiguous. Triton's interpreter would multiply the bit patterns of bfloat16."""
+    q1, mask = call.q1, call.attn_mask
+    strided = [x for x in call[:5] if x is not None and x.stride(3) != 1 and x.shape[3] > 1]
+    return (
+        not strided
+        and q1.shape[2] <= MAX_QUERIES
+        and not call.gradients
+        and active_transform() is None
+        and not (INTERPRETED and q1.dtype == torch.bfloat16)
+        and (mask is None or mask.dtype == torch.bool)
+    )
 
 
 @torch.library.custom_op(
