@@ -10,7 +10,6 @@ from diff_transformer.train.config import RunConfig
 RECIPES: dict[str, Callable[[], RunConfig]] = {
     "debug": desk.debug,
     "demo": desk.demo,
-    "desk": desk.desk,
     "novels": desk.novels,
     "one_gpu": one_gpu.one_gpu,
     "uptrain": desk.uptrain,

@@ -80,23 +80,6 @@ def demo() -> RunConfig:
     )  # fmt: skip
 
 
-def desk() -> RunConfig:
-    """The pair at four layers of width 256, on the corpus of ``demo`` or any other, needles mixed in.
-
-    Command: ``diff-transformer compare --recipe desk --out runs/desk --set data.corpus=FOLDER``. Hardware: two CPU
-    cores. Time: half an hour, estimated from the demo's speed. Expected: a lower loss than the Transformer's, as in
-    ``demo``; on novels, DIFF ended 0.105 lower in pairs of this size (figures/desk, "wide").
-    """
-    config = demo()
-    config.name = "desk"
-    config.model |= {"hidden_size": 256, "num_hidden_layers": 4}
-    config.data.mixture = {"text": 0.5, "needles": 0.5}
-    config.data.needles.queries = (1, 2)
-    config.optim.lr = 1e-3
-    config.evaluation.needles = ((1, 1), (2, 1), (4, 1), (4, 2))
-    return config
-
-
 def novels() -> RunConfig:
     """The matched pair on a folder of books, needles and recall mixed in.
 
