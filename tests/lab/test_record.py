@@ -143,6 +143,17 @@ def test_what_lies_beside_a_comparison_is_read_too(tmp_path):
     assert read_results(tmp_path).sides == ["diff", "gpt2"]
 
 
+def test_comparisons_are_settings_called_by_their_folders(tmp_path):
+    for place in ("x/demo", "y/demo"):
+        for side in ("diff", "softmax"):
+            write_rows(tmp_path / place / "members" / f"{side}-seed0" / FILE, model(side))
+        (tmp_path / place / "compare.json").write_text("{}")
+    assert read_results(tmp_path / "x" / "demo", tmp_path / "y" / "demo").settings == ["x demo", "y demo"]
+    assert {record.setting for record in load_records(tmp_path)} == {"x demo", "y demo"}
+    once = tmp_path / "x" / "demo", tmp_path / "y" / ".." / "x" / "demo", tmp_path / "x" / "demo" / "members"
+    assert len(read_results(*once)["model"]) == 2
+
+
 def test_the_same_file_twice_is_one_measurement(tmp_path):
     rows = [*of_eval("m", "x/m", "1"), row("about", "m", example="chance", of="recall", key="chance", value=0.5)]
     write_rows(tmp_path / "a.jsonl.gz", rows)

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import Any
 
 from diff_transformer.lab.quantities import registered
-from diff_transformer.lab.rows import FILE, MODEL, Rows, read_file, read_rows
+from diff_transformer.lab.results import read_results
+from diff_transformer.lab.rows import FILE, MODEL, Rows, read_file
 
 
 @dataclass(frozen=True)
@@ -30,11 +31,6 @@ class Record:
         return self.rows.about("run").get("config", {})
 
     @property
-    def provenance(self) -> dict[str, Any]:
-        """Versions, machine and date of the training."""
-        return self.rows.about("training")
-
-    @property
     def diverged(self) -> str | None:
         """The step and loss at which training diverged, or None."""
         return self.rows.about("run").get("diverged")
@@ -57,7 +53,7 @@ def load_records(*sources: Path | str) -> list[Record]:
     Raises:
         UserError: if a source does not exist, or holds no rows.
     """
-    return records_of(read_rows(*sources))
+    return records_of(read_results(*sources))
 
 
 def records_of(rows: Rows) -> list[Record]:

@@ -9,20 +9,27 @@ ABOUT, SPEED = f"comparison{ENDING}", f"throughput{ENDING}"
 
 
 def read_results(*sources: Path | str) -> Rows:
-    """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them."""
+    """The rows of files and folders of results, those of a comparison as ``read_comparison`` has them.
+
+    Each of several comparisons is a setting, called by its folder, with as much of the path as tells them apart.
+    """
     comparisons, others = {}, []
-    for source in map(Path, sources):
+    for source in (Path(source).resolve() for source in sources):
         below = [path.parent for path in sorted(source.rglob(REQUEST))]
-        beside = [path for path in files_of(source) if not {*below} & {*path.parents}] if below else [source]
+        others += [path for path in files_of(source) if not {*below} & {*path.parents}] if below else [source]
         comparisons |= dict.fromkeys(below)
-        others += beside
+    others = [path for path in others if not {*comparisons} & {*path.parents}]
     rows = read_rows(*others) if others or not comparisons else Rows()
-    for folder in comparisons:
+    names, parts = [folder.name for folder in comparisons], 1
+    while len({*names}) < len(names):
+        parts += 1
+        names = [" ".join(folder.parts[-parts:]) for folder in comparisons]
+    for folder, name in zip(comparisons, names, strict=True):
         found = read_comparison(folder)
-        if len(comparisons) > 1:  # each is a setting of its own
+        if len(comparisons) > 1:
             found.frames = {
-                name: frame.assign(setting=frame["setting"].where(frame["setting"] == "", folder.name))
-                for name, frame in found.frames.items()
+                table: frame.assign(setting=frame["setting"].where(frame["setting"] == "", name))
+                for table, frame in found.frames.items()
             }
         rows = rows.joined(found)
     return rows

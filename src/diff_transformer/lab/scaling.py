@@ -21,7 +21,9 @@ from diff_transformer.checks import require_extra
 from diff_transformer.errors import UserError
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
-from diff_transformer.lab.rows import Rows, read_rows
+from diff_transformer.lab.results import read_results
+from diff_transformer.lab.rows import Rows
+from diff_transformer.settings import PositiveFloat
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -40,16 +42,11 @@ class Settings:
     runs: str = ""
     ours: str = "diff"  # model of the table to compare
     reference: str = "softmax"  # model that it is compared with
-    huber: float = HUBER  # size, in log loss, from which a residual counts linearly
+    huber: PositiveFloat = HUBER  # size, in log loss, from which a residual counts linearly
 
 
 QUICK: dict = {}
 NEEDED = 3  # sizes, as many as a fit has parameters
-
-
-def require_installed() -> None:
-    """Raise UserError without the extra ``report``, whose scipy fits the curves."""
-    require_extra("report", "a fit of scaling laws", "scipy")
 
 
 @dataclass(frozen=True)
@@ -168,6 +165,7 @@ def _interval(logarithm: float, variance: float, freedom: int) -> Ends:
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Read the tables and fit them; ``lm`` is not used."""
+    require_extra("report", "a fit of scaling laws", "scipy")
     if not settings.runs.strip():
         raise UserError(
             "scaling needs a table of runs: --set runs=FILE.csv (model, parameters, tokens, loss), or a folder of "
@@ -186,7 +184,7 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
     Returns:
         For each fit ("parameters", "tokens") and model a row with its ``exponent``; the row of ours also has ``ratio``,
         its size over the reference's at equal loss, at the largest run of ours whose match lies within the reference's
-        runs, or ``ratio_extrapolated``. The table ``scaling_runs`` has the runs of each fit with the fitted loss.
+        runs, if there is one. The table ``scaling_runs`` has the runs of each fit with the fitted loss.
 
     Raises:
         UserError: if a model has no runs, or if the runs vary too little in size and in tokens to fit.
@@ -220,19 +218,15 @@ def evaluate_scaling(runs: "pd.DataFrame", settings: Settings = Settings()) -> R
 
 
 def _ratio(ours: PowerLaw, reference: PowerLaw, sizes: Sequence[float]) -> dict[str, float]:
-    """The ratio at our largest size whose match lies within the reference's runs, or beyond them if none does."""
+    """The ratio at our largest size whose match lies within the reference's runs."""
     matches = [(x, reference.inverse(ours.loss(x))) for x in sizes]
-    finite = [(x, there) for x, there in matches if math.isfinite(there)]
-    within = [(x, there) for x, there in finite if reference.covers(there)]
-    if not finite:
+    within = [(x, there) for x, there in matches if reference.covers(there)]
+    if not within:
         return {}
-    x, there = (within or finite)[-1]
-    key = "ratio" if within else "ratio_extrapolated"
-    made = {key: float(x / there), f"{key}_at": float(x)}
+    x, there = within[-1]
     low, high = ratio_interval(ours, reference, x)
-    if low is not None and high is not None:
-        made |= {f"{key}_low": 1 / high, f"{key}_high": 1 / low}
-    return made
+    ends = {} if low is None or high is None else {"ratio_low": 1 / high, "ratio_high": 1 / low}
+    return {"ratio": float(x / there), "ratio_at": float(x), **ends}
 
 
 def _comparable(runs: "pd.DataFrame", names: tuple[str, str], fit: str, fixed: str) -> "dict[str, pd.DataFrame] | None":
@@ -273,7 +267,7 @@ def read_runs(paths: Sequence[Path | str]) -> "pd.DataFrame":
         if path.suffix.lower() == ".csv":
             parts.append(_from_csv(path))
         else:
-            parts.append(runs_of(read_rows(path)))
+            parts.append(runs_of(read_results(path)))
     return pd.concat(parts, ignore_index=True)
 
 
