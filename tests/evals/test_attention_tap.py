@@ -11,7 +11,8 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals import gradient_flow, quantization
-from diff_transformer.evals.attention_tap import AttentionCall, changed_logits, tapped_attention
+from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.attention_tap import changed_logits, tapped_attention
 from diff_transformer.evals.explorer import attention_entry
 from diff_transformer.evals.gradient_flow import attention_weights, evaluate_gradient_flow
 from diff_transformer.evals.likelihood import continuation_logprobs
@@ -119,12 +120,15 @@ def test_quantised_logits_and_likelihoods(kind):
 def test_the_explorer_shows_maps_that_subtract_to_the_models_own(kind):
     """To the rounding of 8 bits; DINT has a third map."""
     model, ids = make(kind), tokens(1, 12) % 256
-    entry = attention_entry(CausalLM(model, byte_tokenizer(), kind), ids[0].numpy(), title="")
-    shape = entry["layers"], entry["heads"], 12, 12
+    entry = attention_entry(
+        CausalLM(model, byte_tokenizer(), kind), ids[0].numpy(), title="", answer="x", answer_span=(2, 3)
+    )
 
     def decoded(name):
         coded = np.frombuffer(base64.b64decode(entry[name]), np.uint8).astype(float)
-        return torch.from_numpy((coded / 255) ** 2).view(shape)
+        maps = np.zeros((entry["layers"], entry["heads"], 12, 12))
+        maps[..., *np.tril_indices(12)] = ((coded / 255) ** 2).reshape(*maps.shape[:2], -1)
+        return torch.from_numpy(maps)
 
     shown = decoded("first")
     if "second" in entry:

@@ -91,17 +91,9 @@ def model(side, seed=0, setting="demo", examples=40):
 
 
 def attention(side, setting="demo", tokens=6, layers=2, heads=2):
-    maps = base64.b64encode(np.full((layers, heads, tokens, tokens), 100, np.uint8).tobytes()).decode()
-    words = [f" t{i}" for i in range(tokens)]
+    maps = base64.b64encode(bytes([100]) * (layers * heads * tokens * (tokens + 1) // 2)).decode()
     entry = {
-        "title": "One needle",
-        "tokens": words,
-        "answer_span": [1, 3],
-        "layers": layers,
-        "heads": heads,
-        "first": maps,
-    }
-    entry |= {"answer": " 5.", "generated": " 5. more"}
-    if side == "diff":
-        entry |= {"second": maps, "lambda": [0.2, 0.3]}
+        "title": "One needle", "tokens": [f" t{i}" for i in range(tokens)], "span": [1, 3], "layers": layers,
+        "heads": heads, "first": maps, "lambda": [0.2, 0.3], "answer": " 5.", "generated": " 5. more",
+    } | ({"second": maps} if side == "diff" else {})  # fmt: skip
     return row("explorer", side, 0, setting, entry=entry)

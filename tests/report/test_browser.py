@@ -84,13 +84,6 @@ def test_marks_say_what_they_stand_for(opened):
     assert page.locator("#tip").inner_text().startswith("Lower language-modelling loss: ")
 
 
-def test_the_theme_button_goes_round(opened):
-    page = opened()
-    for words in ("Theme: light", "Theme: dark", "Theme: auto"):
-        page.locator("#theme").click()
-        assert page.locator("#theme").inner_text() == words
-
-
 def test_the_explorer_shows_the_chosen_head_and_token(opened):
     page = opened()
     view = page.locator("#explorer-view")

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_call import (
-    BLOCK,
     AttentionCall,
     Change,
     Changes,
@@ -28,8 +27,6 @@ from diff_transformer.evals.attention_call import (
     Tap,
     weighted,
 )
-
-__all__ = ["BLOCK", "AttentionCall", "Change", "changed_logits", "layers_of", "output_of", "tapped_attention"]
 
 INTERFACE = "ALL_ATTENTION_FUNCTIONS"  # the name in transformers' modelling files
 

@@ -11,7 +11,8 @@ from diff_transformer.data.kv_recall_task import make_recall_batch
 from diff_transformer.data.needles import make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tokenizer import encode, token_spans
-from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
+from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.attention_tap import tapped_attention
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.training_data import recall_source
@@ -57,22 +58,23 @@ def attention_entry(
     ids: np.ndarray,
     *,
     title: str,
-    answer: str = "",
-    answer_span: tuple[int, int] = (0, 0),
+    answer: str,
+    answer_span: tuple[int, int],
     named: dict[int, str] | None = None,
 ) -> dict:
     """Both maps (softmax: its one map) of every layer and head over ``ids [T]``, in the format of explorer.js.
 
     The tokens that the tokenizer puts in front of a text come first.
 
-    Probabilities are bytes ``round(255 sqrt(p))``, row-major ``[layers, heads, T, T]``, in base64. Heads that share a
-    second map get a copy each. ``lambda`` is one number per layer. If it differs by head or token, it is the largest
-    value, and the second map is scaled so that the product is what the layer subtracts.
+    Probabilities are bytes ``round(255 sqrt(p))`` of the lower triangles, row by row, ``[layers, heads, T (T + 1) /
+    2]``, in base64. Heads that share a second map get a copy each. ``lambda`` is one number per layer. If it differs by
+    head or token, it is the largest value, and the second map is scaled so that the product is what the layer
+    subtracts.
 
     Args:
         title: title of the text on the page.
-        answer: the expected continuation; empty if unknown.
-        answer_span: tokens (start, end) to outline; empty for none.
+        answer: the expected continuation.
+        answer_span: tokens (start, end) to outline.
         named: what to show for tokens, by id, and a dot for all others; the tokens' own texts if None. One token is
             then generated instead of six.
     """
@@ -102,16 +104,15 @@ def attention_entry(
     entry = {
         "title": title,
         "tokens": [shown(token) for token in ids.tolist()],
-        "answer_span": [place + shift for place in answer_span] if any(answer_span) else list(answer_span),
+        "span": [place + shift for place in answer_span],
         "layers": maps.shape[0],
         "heads": maps.shape[1],
-        "first": _bytes(maps),
+        "first": _packed(maps),
+        "lambda": lambdas or [0.0] * len(first),
         "answer": answer,
         "generated": shown(new[0]) if named is not None and new else lm.tokenizer.decode(new, skip_special_tokens=True),
     }
-    if second:
-        entry |= {"second": _bytes(torch.stack(second)), "lambda": lambdas}
-    return entry
+    return entry | ({"second": _packed(torch.stack(second))} if second else {})
 
 
 def _subtracted(lam: torch.Tensor, maps: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, float]:
@@ -123,6 +124,6 @@ def _subtracted(lam: torch.Tensor, maps: tuple[torch.Tensor, ...]) -> tuple[torc
     return second[0], factor
 
 
-def _bytes(maps: torch.Tensor) -> str:
-    coded = (255 * maps.float().clamp(0, 1).sqrt()).round().to(torch.uint8)
-    return base64.b64encode(coded.cpu().contiguous().numpy().tobytes()).decode()
+def _packed(maps: torch.Tensor) -> str:
+    coded = (255 * maps.float().clamp(0, 1).sqrt()).round().to(torch.uint8).cpu().numpy()
+    return base64.b64encode(coded[..., *np.tril_indices(coded.shape[-1])].tobytes()).decode()

@@ -18,7 +18,7 @@ from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, registered
 from diff_transformer.lab.results import read_results
-from diff_transformer.lab.rows import CURVES, SETTINGS, Rows, clean
+from diff_transformer.lab.rows import SETTINGS, TABLES, Rows, clean
 from diff_transformer.lab.sides import BASELINE, CONTROLS, NAMES, PAIR, SOURCE, name_of
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, judge
 from diff_transformer.report import words
@@ -26,21 +26,7 @@ from diff_transformer.report.explorer import examples
 
 logger = logging.getLogger("diff_transformer")
 
-LIMIT = 3_000_000  # bytes of a page
 COSTS = ("parameters", "flops_per_token", "kv_bytes_per_token", "throughput", "throughput_forward")
-_NO_EXPERIMENT = {
-    *CURVES,
-    "outliers",
-    "gradients",
-    "model",
-    "explorer",
-    "allocation_heads",
-    "outliers_top",
-    "quantization_choice",
-    "recall_first",
-    "scaling",
-    "scaling_runs",
-}
 
 
 def require_installed() -> None:
@@ -61,12 +47,7 @@ def write_report(sources: Sequence[Path | str] | Rows, out: Path | str, *, overw
         UserError: if ``out`` exists and ``overwrite`` is False, or there is nothing to show.
     """
     out = _new_file(Path(out), overwrite)
-    page = render(sources if isinstance(sources, Rows) else read_results(*sources)).encode()
-    if len(page) > LIMIT:
-        raise UserError(
-            f"the page would have {len(page) / 1e6:.1f} MB; give fewer results, or choose some with --setting"
-        )
-    write_whole(out, page)
+    write_whole(out, render(sources if isinstance(sources, Rows) else read_results(*sources)).encode())
     return out
 
 
@@ -176,11 +157,7 @@ def render(rows: Rows) -> str:
     several = len(named) > 1
     parts = [rows.only(setting=[setting, ""]) for setting in named] if several else [rows.only(setting=[*studied, ""])]
     sections = [_section(part, sides, str(place), brief=several) for place, part in enumerate(parts)]
-    try:
-        texts, left_out = examples(rows, sides) if len(rows["explorer"]) else ([], 0)
-    except Exception:
-        logger.warning("the attention explorer cannot be drawn", exc_info=True)
-        texts, left_out = [], len(rows["explorer"])
+    texts, left_out = examples(rows, sides)
     loader = jinja2.FunctionLoader(lambda name: (files("diff_transformer.report") / "templates" / name).read_text())
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True)
     environment.filters |= {
@@ -224,7 +201,7 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
 
 
 def _figures(rows: Rows, sides: dict[str, str], prefix: str, only: Sequence[str] | None) -> list[Drawn]:
-    """The registered figures, and one of each experiment that has none."""
+    """The registered figures, and one of each experiment that is not one of this package."""
     from diff_transformer.report.figures import FIGURES, own
 
     chosen = [each for each in FIGURES if len(rows[each.table]) and (only is None or each.id in only)]
@@ -243,8 +220,7 @@ def _figures(rows: Rows, sides: dict[str, str], prefix: str, only: Sequence[str]
         )
         for each in chosen
     ]
-    known = {each.table for each in FIGURES} | _NO_EXPERIMENT
-    for name in [name for name in rows.experiments if name not in known] if only is None else []:
+    for name in [name for name in rows.experiments if name not in TABLES] if only is None else []:
         if not own(name, rows):
             continue
         panels = lambda rows, sides, name=name: own(name, rows)  # noqa: E731

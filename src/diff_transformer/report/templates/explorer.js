@@ -35,16 +35,6 @@ const attention = {
     return all ? inside / all : 0;
   },
 
-  /* The weight of a row that is furthest from zero. */
-  largest(model, layer, head, query) {
-    let most = 0;
-    for (let key = 0; key <= query; key++) {
-      const value = attention.weight(2, model, layer, head, query, key);
-      if (Math.abs(value) > Math.abs(most)) most = value;
-    }
-    return most;
-  },
-
   /* The layer and head that give the answer its largest share. */
   bestHead(model, query) {
     let best = { share: -1 };
@@ -200,10 +190,8 @@ function startExplorer(view, examples) {
 
   function drawHeads() {
     const of = model();
-    const hasAnswer = of.span[1] > of.span[0];
-    headCaption.textContent = hasAnswer
-      ? "Layer (row) and head (column); the tint and number are the share, in %, of the chosen token's attention that falls on the answer"
-      : "Layer (row) and head (column); the tint and number are the largest weight, in %, of the chosen token's attention";
+    headCaption.textContent =
+      "Layer (row) and head (column); the tint and number are the share, in %, of the chosen token's attention that falls on the answer";
     heads.style.setProperty("--row", `${Math.max(24, Math.min(36, Math.round(288 / of.layers)))}px`);
     heads.style.gridTemplateColumns = `auto repeat(${of.heads}, minmax(0, 40px))`;
     const cells = [make("span")];
@@ -211,12 +199,12 @@ function startExplorer(view, examples) {
     for (let layer = 0; layer < of.layers; layer++) {
       cells.push(make("span", { className: "row" }, String(layer + 1)));
       for (let head = 0; head < of.heads; head++) {
-        const share = (hasAnswer ? attention.answerShare : attention.largest)(of, layer, head, state.query);
+        const share = attention.answerShare(of, layer, head, state.query);
         const chosen = layer === state.layer && head === state.head;
         const button = make("button", { type: "button", role: "radio", tabIndex: chosen ? 0 : -1, data: { layer, head } });
         if (of.heads <= 12) button.textContent = (100 * share).toFixed(0).replace("-0", "0").replace("-", "−");
         button.setAttribute("aria-checked", chosen);
-        button.setAttribute("aria-label", `layer ${layer + 1}, head ${head + 1}, ${percent(share)} ${hasAnswer ? "on the answer" : "at most"}`);
+        button.setAttribute("aria-label", `layer ${layer + 1}, head ${head + 1}, ${percent(share)} on the answer`);
         button.style.background = tint.of(share).css;
         button.style.color = tint.of(share).text;
         cells.push(button);
@@ -265,11 +253,9 @@ function startExplorer(view, examples) {
         const plot = make("div", { className: "ex-plot", role: "img" }, canvas);
         plot.setAttribute("aria-label", `${name} of layer ${state.layer + 1}, head ${state.head + 1}: query tokens down, key tokens across`);
         const { span } = model();
-        if (span[1] > span[0]) {
-          const band = make("div", { className: "at-span" });
-          Object.assign(band.style, { left: `${(100 * span[0]) / size}%`, width: `${(100 * (span[1] - span[0])) / size}%` });
-          plot.append(band);
-        }
+        const band = make("div", { className: "at-span" });
+        Object.assign(band.style, { left: `${(100 * span[0]) / size}%`, width: `${(100 * (span[1] - span[0])) / size}%` });
+        plot.append(band);
         const row = make("div", { className: "at-row" });
         row.style.height = `${100 / size}%`;
         plot.append(row);
@@ -388,11 +374,11 @@ function startExplorer(view, examples) {
       .map((key) => [key, ...mapNames().map((_, place) => weightAt(place, state.query, key))])
       .sort((a, b) => Math.abs(b.at(-1)) - Math.abs(a.at(-1)))
       .slice(0, 5);
-    const share = of.span[1] > of.span[0] ? `, ${percent(attention.answerShare(of, state.layer, state.head, state.query))} of it on the answer` : "";
+    const share = percent(attention.answerShare(of, state.layer, state.head, state.query));
     const lambda = of.second ? ` (λ = ${of.lambda[state.layer].toFixed(2)})` : "";
     status.textContent =
       `${of.name}, layer ${state.layer + 1}, head ${state.head + 1}${lambda}: attention from token ${state.query + 1} of ${size}, ` +
-      `${named(tokens()[state.query])}${share}. Strongest: ${named(tokens()[rows[0][0]])}, ${percent(rows[0].at(-1))}.`;
+      `${named(tokens()[state.query])}, ${share} of it on the answer. Strongest: ${named(tokens()[rows[0][0]])}, ${percent(rows[0].at(-1))}.`;
   }
 
   function drawAll() {
@@ -417,5 +403,5 @@ function startExplorer(view, examples) {
   examples.forEach(({ tokens, models }) => models.forEach((model) => (model.size = tokens.length)));
   tint.readTheme(view);
   openExample(0);
-  page.onTheme.push(repaint);
+  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", repaint);
 }

@@ -21,29 +21,7 @@ const page = {
   say(words) {
     page.spoken.textContent = words;
   },
-
-  /* Called after every change of theme; the explorer repaints its canvases. */
-  onTheme: [],
 };
-
-{
-  const order = ["auto", "light", "dark"];
-  const button = document.getElementById("theme");
-  let theme = new URLSearchParams(location.search).get("theme") || "auto";
-  const apply = () => {
-    if (theme === "auto") delete document.documentElement.dataset.theme;
-    else document.documentElement.dataset.theme = theme;
-    button.textContent = `Theme: ${theme}`;
-    page.onTheme.forEach((repaint) => repaint());
-  };
-  button.hidden = false;
-  button.addEventListener("click", () => {
-    theme = order[(order.indexOf(theme) + 1) % order.length];
-    apply();
-  });
-  matchMedia("(prefers-color-scheme: dark)").addEventListener("change", apply);
-  apply();
-}
 
 /* Marks of charts show what they stand for. */
 for (const kind of ["pointerover", "pointerdown"])
