@@ -98,7 +98,7 @@ def test_training_text_that_is_measured_for_want_of_held_out_text_is_said_first(
     gpt2 = tmp_path / "gpt2"
     tiny_model("gpt2").save_pretrained(gpt2)
     byte_tokenizer().save_pretrained(gpt2)
-    sizes = ("--length", 64, "--samples", 300, "--limit", 2)
+    sizes = ("--length", 64, "--samples", 300)
     command = ("eval", "outliers", "--model", gpt2, "--corpus", corpus, *sizes, "--out")
     told = cli(*command, tmp_path / "out")
     assert told.returncode == 0, told.stderr
@@ -111,7 +111,7 @@ def test_training_text_that_is_measured_for_want_of_held_out_text_is_said_first(
 
 def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, tmp_path):
     command = (
-        "eval", "long_nll", "--model", model, "--model", "debug", "--corpus", corpus, "--length", 64, "--limit", 2,
+        "eval", "long_nll", "--model", model, "--model", "debug", "--corpus", corpus, "--length", 64, "--samples", 2,
         "--out", tmp_path / "out",
     )  # fmt: skip
     out = cli(*command)
@@ -133,7 +133,7 @@ def test_an_experiment_on_two_models_into_a_folder_with_a_report(model, corpus, 
 def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(model, corpus, tmp_path):
     from diff_transformer.lab.evaluate import Plan, run_suite
 
-    plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1}, limit=1)
+    plan = Plan(["needle", "outliers"], [str(model)], {"corpus": str(corpus), "length": 99999, "samples": 1})
     needle, outliers = run_suite(dataclasses.replace(plan, assignments=["outliers.length=64"]), tmp_path / "out")
     assert needle.record is None
     assert "99999" in needle.error
@@ -210,7 +210,7 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
             "eval needle --model debug --set lengths=[64,96] --samples 3",
             "on debug (37,120 parameters)\n  needle: 120 prompts or rows, 9,600 tokens\nless than two minutes",
         ),
-        ("eval all --quick --model debug --limit 2", "allocation: 10 prompts or rows, 1,240 tokens\n"),
+        ("eval all --quick --model debug --samples 2", "allocation: 10 prompts or rows, 1,240 tokens\n"),
     ],
 )
 def test_a_dry_run_says_what_and_how_much_and_writes_nothing(command, said, tmp_path, monkeypatch):

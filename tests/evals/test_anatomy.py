@@ -7,10 +7,15 @@ import pytest
 import torch
 from numbers_of import measured
 from tiny_models import tiny_lm
+from transformers import JambaConfig, JambaForCausalLM
 
+from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.anatomy import Settings, anatomy, linear_cka, of_attention, run
 from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.gradient_flow import evaluate_gradient_flow
 from diff_transformer.evals.hessian import hessian_eigenvalues
+from diff_transformer.evals.lm import CausalLM
+from diff_transformer.evals.outliers import evaluate_outliers
 from diff_transformer.evals.samples import ALL
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.lab.rows import Rows, row
@@ -88,6 +93,21 @@ def test_importance_is_the_derivative_by_a_factor_on_the_head(family):
         handle.remove()
     assert rows[heads + 1]["importance"] == pytest.approx(abs(losses[0] - losses[1]) / 0.002, abs=2e-3)
     assert lm.model(ids).logits.shape[1] == 24  # hooks are gone
+    lm.model.requires_grad_(False)
+    assert anatomy(lm, ids) == rows
+
+
+def test_of_a_hybrid_the_layers_with_attention_are_measured():
+    sizes = {"vocab_size": 260, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+             "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 2}  # fmt: skip
+    mamba = {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False, "mamba_d_state": 4}
+    lm = CausalLM(JambaForCausalLM(JambaConfig(**sizes, **mamba)), byte_tokenizer(), "jamba")
+    ids = torch.randint(0, 256, (1, 24))
+    assert {row["layer"] for row in anatomy(lm, ids)} == {1}
+    assert {row["layer"] for row in evaluate_gradient_flow(lm, ids).rows} == {1}
+    rows = evaluate_outliers(lm, ids).rows
+    assert {row["layer"] for row in rows if row.get("kind") == "logits"} == {-1, 1}
+    assert {row["layer"] for row in rows if row.get("kind") == "hidden"} == {-1, 0, 1}
 
 
 def test_quantities_average_heads_and_measure_inequality():

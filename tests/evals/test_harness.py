@@ -112,24 +112,13 @@ def test_without_examples_of_their_own_the_other_items_serve():
     assert [row["prompt"] for row in other.rows] != [row["prompt"] for row in result.rows]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"shots": 5}, "5 shots are more than the 4 examples that sums has"),
-        ({"samples": 0}, "samples is 0"),
-    ],
-)
-def test_settings_that_cannot_be(options, message):
-    with pytest.raises(ValueError, match=message):
-        evaluate_harness(knowing(), TASKS, Settings(**options))
-
-
-def test_limit_and_items_take_the_first_ones():
-    assert len(evaluate_harness(knowing(), TASKS, Settings(samples=3)).rows) == 3
-    limited = Samples(limit=2)
-    assert [row["prompt"] for row in evaluate_harness(knowing(), TASKS, samples=limited).rows] == [
-        f"Question: {item.question}\nAnswer:" for item in ITEMS[:2]
-    ]
+def test_more_shots_than_examples_are_refused_and_samples_are_the_first_ones():
+    with pytest.raises(ValueError, match="5 shots are more than the 4 examples that sums has"):
+        evaluate_harness(knowing(), TASKS, Settings(shots=5))
+    for samples, count in ((2, 2), (100, 8)):
+        assert [row["prompt"] for row in evaluate_harness(knowing(), TASKS, Settings(samples=samples)).rows] == [
+            f"Question: {item.question}\nAnswer:" for item in ITEMS[:count]
+        ]
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen3", "diffllama", "diff"])

@@ -9,7 +9,7 @@ from diff_transformer.data.tokenizer import byte_tokenizer, train_tokenizer
 from diff_transformer.evals import likelihood
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, position_losses, read_prefix
 from diff_transformer.evals.lm import CausalLM
-from diff_transformer.evals.prompts import best_of, choice_tokens
+from diff_transformer.evals.prompts import choice_tokens
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 MODELS = {
@@ -170,32 +170,6 @@ def test_a_token_across_the_border_belongs_to_the_choice(joining):
     assert joining.decode(crossed) == "a"
 
 
-@pytest.mark.parametrize("kind", ["bytes", "joining"])
-def test_long_contexts_give_the_same_tokens(joining, kind, monkeypatch):
-    tokenizer = byte_tokenizer() if kind == "bytes" else joining
-    context = "Type: human\nOne more humane line\n" * 300 + "Type: hum"
-    choices = ["an\n", "ane human\n", "\n"]
-    whole = [tokenizer(context + choice, add_special_tokens=False)["input_ids"] for choice in choices]
-    prompt, tails = choice_tokens(tokenizer, context, choices)
-    assert [prompt + tail for tail in tails] == whole
-    assert max(map(len, tails)) < 20
-
-
-def test_a_tokenizer_that_looks_back_far_gets_the_whole_text():
-    """A tail alone has other tokens if a run is paired from its start and the start of a text is marked."""
-    from tokenizers import Tokenizer, models, normalizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = {chr(c): i for i, c in enumerate(range(32, 127))} | {"▁": 95, "\n": 96, "<s>": 97}
-    backend = Tokenizer(models.BPE(vocab={**letters, "▁a": 98, "bb": 99}, merges=[("▁", "a"), ("b", "b")]))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    for text in ("b" * 4501 + " a" * 700 + " b", "b" * 5000, "b" * 5001):
-        prompt, tails = choice_tokens(tokenizer, text, ["b", "a"])
-        for choice, tail in zip(("b", "a"), tails, strict=True):
-            assert prompt + tail == tokenizer(text + choice, add_special_tokens=False)["input_ids"]
-
-
 def test_a_text_begins_as_the_tokenizer_says():
     from tokenizers.processors import TemplateProcessing
 
@@ -212,8 +186,3 @@ def test_choices_that_are_none():
         choice_tokens(byte_tokenizer(), "a", ["b", ""])
     with pytest.raises(ValueError, match="give at least one"):
         choice_tokens(byte_tokenizer(), "a", [])
-
-
-def test_best_of():
-    assert best_of([-2.0, -1.0, -3.0]) == [1]
-    assert best_of([-1.0, -2.0, -1.0]) == [0, 2]

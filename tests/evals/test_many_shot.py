@@ -10,8 +10,6 @@ from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals import many_shot
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.many_shot import Settings, alternate, evaluate_many_shot
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.lab.rows import Rows, rows_of
@@ -95,15 +93,6 @@ def test_a_model_that_knows_scores_one():
     assert row["expected"] == row["got"] == GOLD[row["prompt"].removeprefix("Question: ").removesuffix("\nType:")]
 
 
-def test_a_model_that_is_wrong_scores_zero():
-    wrong = {label: LABELS[(i + 1) % 3] for i, label in enumerate(LABELS)}
-    result = evaluate_many_shot(
-        Reader(lambda prompt: wrong.get(GOLD.get(asked(prompt)))), DATA, Settings(shots=(3,), order_seeds=1)
-    )
-    assert mean(result) == 0.0
-    assert all(row["tied"] == 1 for row in result.rows)
-
-
 def test_ties_are_shared():
     sides = (tuple(Labelled(e.text, e.label[:4]) for e in side) for side in (TRAIN, TEST))
     short = LabelledSet("short", *sides, "Question", "Type")
@@ -167,9 +156,10 @@ def test_the_seed_decides():
     assert prompts(0) != prompts(1)
 
 
-def test_rows_keep_the_label_scores_and_the_text_of_the_examples():
+@pytest.mark.parametrize("family", ["diff", "llama", "qwen3", "diffllama", "gpt2"])
+def test_rows_keep_the_label_scores_and_the_text_of_the_examples(family):
     """The result alone is enough to rebuild a prompt and to score every label."""
-    lm = small("llama")
+    lm = tiny_lm(family, vocab_size=258, positions=400, initializer_range=0.3)
     result = evaluate_many_shot(lm, DATA, Settings(shots=(3,), samples=4, order_seeds=2))
     labels = result.about["labels"]
     texts = {}
@@ -210,26 +200,6 @@ def test_without_sizes_the_prompts_double_up_to_the_positions():
     assert result.about["shots"][0] == 1
     assert len(tokens) == 4
     assert all(low < t <= high for t, low, high in zip(tokens[1:], (200, 450, 540), (256, 512, 600), strict=True))
-
-
-def small(family: str) -> CausalLM:
-    return tiny_lm(family, vocab_size=258, positions=400, initializer_range=0.3)
-
-
-@pytest.mark.parametrize("family", ["diff", "llama", "qwen3", "diffllama", "gpt2"])
-def test_the_answer_is_the_likeliest_whole_sequence(family):
-    lm = small(family)
-    result = evaluate_many_shot(lm, DATA, Settings(shots=(5,), samples=5, order_seeds=1))
-    task = many_shot._Task(lm, DATA, 5, 0)
-    for row in result.rows:
-        examples = task.show(task.ordered(5, row["order"], 0))
-        scores = []
-        for label in DATA.labels:
-            prompt, answer = (examples + row["prompt"]).encode(), f" {label}\n".encode()
-            losses = lm.token_losses(torch.tensor([[*prompt, *answer]]))[0]
-            scores.append(-losses[len(prompt) - 1 :].sum().item())
-        assert row["got"] == DATA.labels[int(np.argmax(scores))]
-    assert len({row["got"] for row in result.rows}) >= 1
 
 
 def test_errors():

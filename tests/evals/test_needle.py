@@ -128,8 +128,8 @@ def test_the_model_s_positions_limit_the_length(filler, llama):
 def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
-    settings = settings_of("needle", {"corpus": str(text), "length": 300}, ["samples=2", "cells=[[1,1]]"])
-    result = measured("needle", llama, settings, tmp_path / "out.jsonl.gz", limit=1)
+    settings = settings_of("needle", {"corpus": str(text), "length": 300}, ["samples=1", "cells=[[1,1]]"])
+    result = measured("needle", llama, settings, tmp_path / "out.jsonl.gz")
     assert len(result.rows) == 5
     assert "weather" in result.rows[0]["prompt"]
     assert result.about["corpus"] == str(text)
@@ -145,23 +145,6 @@ def test_a_short_haystack_takes_in_the_training_side_and_a_shorter_one_is_refuse
     for split in ("any", "all"):
         with pytest.raises(ValueError, match=r"the corpus .* has \d+ tokens of filler, prompts need 5000; give more"):
             load_haystack(str(text), byte_tokenizer(), 5000, split=split)
-
-
-def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("Some words in a row. " * 100)
-    wanted = {"corpus": str(text), "length": 400, "samples": 1}
-    few = ["cells=[[1,1]]", "depths=[0.5]"]
-    lm = tiny_lm("diff", positions=400)
-    with pytest.raises(ValueError, match=r"the held-out text of .* prompts need 400; .*--split all reads"):
-        run_eval("needle", lm, settings_of("needle", wanted, few), tmp_path / "no.jsonl.gz")
-    result = measured("needle", lm, settings_of("needle", {**wanted, "split": "all"}, few), tmp_path / "all.jsonl.gz")
-    assert result.about["part"] == "all"
-    assert "note" not in result.about
-    other = tiny_lm("gpt2", positions=400)
-    result = measured("needle", other, settings_of("needle", wanted, few), tmp_path / "other.jsonl.gz")
-    assert result.about["part"] == "all"
-    assert "is too small, so training text of the corpus is measured too" in result.about["note"]
 
 
 def test_the_saved_prompt_is_whole_and_its_tokens_count_what_the_tokenizer_puts_in_front():
@@ -251,43 +234,21 @@ def test_text_that_spells_special_tokens_is_left_out_of_a_template():
     assert all(prompt.count("<|endoftext|>") == 2 and prompt.count("<|pad|>") == 1 for prompt in model.prompts)
 
 
-@pytest.mark.parametrize("name", ["needle", "many_shot", "hallucination", "harness"])
+@pytest.mark.parametrize("name", ["needle", "hallucination", "harness"])
 def test_experiments_take_the_template_and_the_page_says_so(name, tmp_path):
     if name == "harness":
         pytest.importorskip("lm_eval")
     lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000)
-    more = {
-        "hallucination": ["answer_tokens=2", "summary_tokens=2", "samples=3"],
-        "many_shot": ["shots=[2]", "samples=2"],
-    }
+    more = ["answer_tokens=2", "summary_tokens=2"] if name == "hallucination" else []
     given = {"chat_template": True, "length": 400}
-    settings = settings_of(name, given, more.get(name, ["samples=2"]), quick=True, lenient=True)
-    result = measured(name, lm, settings, tmp_path / "r.jsonl.gz", limit=2)
+    settings = settings_of(name, given, [*more, "samples=2"], quick=True, lenient=True)
+    result = measured(name, lm, settings, tmp_path / "r.jsonl.gz")
     prompts = [row["prompt"] for row in result.rows]
-    if name != "many_shot":
-        assert all(prompt.startswith("<|endoftext|>user\n") for prompt in prompts)
-        assert all("<|pad|>\n<|endoftext|>assistant\n" in prompt for prompt in prompts)
+    assert all(prompt.startswith("<|endoftext|>user\n") for prompt in prompts)
+    assert all("<|pad|>\n<|endoftext|>assistant\n" in prompt for prompt in prompts)
     assert result.about["chat_template"] is True
     assert result.about["dtype"] == "float32"
     page = write_report([tmp_path / "r.jsonl.gz"], tmp_path / "r.html").read_text()
     assert "asked through the tokenizer's chat template" in html.unescape(page)
     with pytest.raises(ValueError, match="has no chat template; leave --chat-template out"):
         run_eval(name, tiny_lm("llama", positions=1000), settings, tmp_path / "no.jsonl.gz")
-
-
-def test_labels_are_scored_as_replies():
-    from diff_transformer.data.tasks.labelled import load_labelled
-    from diff_transformer.evals import many_shot
-
-    lm = tiny_lm("llama", tokenizer=chat_tokenizer(), positions=1000, std=0.5)
-    result = many_shot.evaluate_many_shot(
-        lm,
-        load_labelled("python"),
-        many_shot.Settings(shots=(2,), samples=3, order_seeds=1, chat_template=True),
-    )
-    for row in result.rows[:3]:
-        text = f"<|endoftext|>user\n{result.rows[0]['examples']}{row['prompt']}<|pad|>\n<|endoftext|>assistant\n"
-        for label, found in zip(result.about["labels"], row["logprobs"], strict=True):
-            ids = lm.tokenizer(text + label + "<|pad|>", return_tensors="pt")["input_ids"]
-            losses = lm.token_losses(ids)[0, -len(label) - 1 :]
-            assert found == pytest.approx(-losses.sum().item(), rel=1e-4)

@@ -61,15 +61,11 @@ def test_against_the_whole_tensors(kind, ids, monkeypatch):
     exact = {("logits", -1): torch.cat([x.flatten() for x in by_layer])}
     exact["hidden", 0] = states[1].abs().flatten()
     exact["logits", 0], exact["logits", 1] = (x.flatten() for x in by_layer)
-    if kind == "diff":
-        for place, name in enumerate(("first", "second")):
-            exact[name, -1] = torch.cat([x[:, place::2].flatten() for x in by_layer])
     for name, values in exact.items():
         ranked = values.sort(descending=True).values
         for rank in (1,) if name[1] >= 0 else (1, 2, 3, 10, 100):
             assert top(result, *name, rank) == pytest.approx(ranked[rank - 1].item(), rel=1e-4)
         assert top(result, *name, 0) == pytest.approx(values.median().item(), rel=0.01)
-    assert ("first" in {row.get("kind") for row in result.rows}) == (kind == "diff")
     assert result.about["tokens"] == 200
 
 
@@ -111,15 +107,14 @@ def test_magnitudes_stream_and_merge():
 
 def test_metrics_by_hand():
     table = {}
-    for key, values in {("first", 0): [1, -9], ("second", 0): [4], ("first", 1): [2, 3], ("hidden", 1): [-7.5]}.items():
+    for key, values in {("logits", 0): [1, -9, 4], ("logits", 1): [2, 3], ("hidden", 1): [-7.5]}.items():
         table[key] = Magnitudes()
         table[key].add(torch.tensor(values, dtype=torch.float32))
-    rows = ranked({**table, ("hidden", 0): table["first", 0]})
+    rows = ranked({**table, ("hidden", 0): table["logits", 0]})
     found = {(row["kind"], row["layer"], row["k"]): row["value"] for row in rows}
     assert [found["logits", -1, k] for k in (1, 2, 3)] == [9, 4, 3]
     assert ("logits", -1, 10) not in found
     assert found["logits", -1, 0] == pytest.approx(3, rel=0.005)
-    assert (found["first", -1, 2], found["second", -1, 1]) == (3, 4)
     assert (found["logits", 0, 1], found["logits", 1, 1], found["hidden", 1, 1]) == (9, 3, 7.5)
 
 
@@ -127,8 +122,8 @@ def test_metrics_by_hand():
 def test_the_command(kind, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
-    settings = settings_of("outliers", {"corpus": str(text), "length": 100, "samples": 6})
-    result = measured("outliers", make(kind), settings, tmp_path / "out.jsonl.gz", limit=4)
+    settings = settings_of("outliers", {"corpus": str(text), "length": 100, "samples": 4})
+    result = measured("outliers", make(kind), settings, tmp_path / "out.jsonl.gz")
     assert result.about["tokens"] == 400
     assert result.about["part"] == "validation"
     with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions"):
@@ -149,25 +144,28 @@ def test_rows_do_not_overlap_and_follow_the_seed(tmp_path):
         load_rows(str(text), byte_tokenizer(), 50, 1000, split="any")
 
 
-def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text(" ".join(str(i) for i in range(4000)))
-    for name, sizes in (("outliers", {"samples": 100}), ("quantization", {"samples": 1})):
-        options = {"corpus": str(text), "length": 50, **sizes}
-        more = ["rows=100", "bits=[16]"] if name == "quantization" else []
-        with pytest.raises(ValueError, match=r"the held-out text of the corpus .* 100 rows of 50 .*--split all reads"):
-            run_eval(name, tiny_lm("diff"), settings_of(name, options, more), tmp_path / "no.jsonl.gz")
-        settings = settings_of(name, {**options, "split": "all"}, more)
-        assert measured(name, tiny_lm("diff"), settings, tmp_path / f"{name}.jsonl.gz", limit=2).about["part"] == "all"
-        settings, out = settings_of(name, options, more), tmp_path / f"{name}-gpt2.jsonl.gz"
-        assert measured(name, tiny_lm("gpt2"), settings, out, limit=2).about["part"] == "all"
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("outliers", {"length": 50, "samples": 20}, "20 rows of 50"),
+        ("quantization", {"length": 50, "samples": 1, "rows": 20, "bits": [16]}, "20 rows of 50"),
+        ("needle", {"length": 400, "samples": 1, "cells": [[1, 1]], "depths": [0.5]}, "prompts need 400"),
+    ],
+)
+def test_a_model_of_this_package_is_not_measured_on_training_text_unless_told(name, options, message, tmp_path):
+    (tmp_path / "text.txt").write_text("Some words in a row. " * 100)
+    options["corpus"] = str(tmp_path / "text.txt")
+    ours, other = (tiny_lm(family, positions=400) for family in ("diff", "gpt2"))
+    with pytest.raises(ValueError, match=rf"the held-out text of .* {message}.*--split all reads"):
+        run_eval(name, ours, options, tmp_path / "no.jsonl.gz")
+    result = measured(name, ours, {**options, "split": "all"}, tmp_path / "all.jsonl.gz")
+    assert result.about["part"] == "all"
+    assert "note" not in result.about
+    result = measured(name, other, options, tmp_path / "other.jsonl.gz")
+    assert result.about["part"] == "all"
+    assert "is too small, so training text of the corpus is measured too" in result.about["note"]
     with pytest.raises(ValueError, match="split 'most'"):
-        run_eval(
-            "outliers",
-            tiny_lm("diff"),
-            settings_of("outliers", {"split": "most", "length": 50}),
-            tmp_path / "no.jsonl.gz",
-        )
+        run_eval(name, ours, {**options, "split": "most"}, tmp_path / "no.jsonl.gz")
 
 
 def test_masked_values_count_for_nothing_and_blocks_change_nothing():

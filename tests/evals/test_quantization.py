@@ -8,7 +8,8 @@ from numbers_of import mean, measured
 from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.evals.attention_tap import AttentionCall, changed_logits
+from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.attention_tap import changed_logits
 from diff_transformer.evals.quantization import (
     Settings,
     absmax,
@@ -71,19 +72,6 @@ def test_scales_by_a_loop(granularity, monkeypatch):
                         largest = max(x[b, i][seen].abs().max() for x in both for i in range(3))
                     expected = (logits[b, h, t] / (largest / 7)).round() * largest / 7
                     torch.testing.assert_close(found[which][b, h, t][seen[t]], expected[seen[t]])
-
-
-def test_sixteen_bits_are_the_model_and_four_are_not(lm):
-    ids = torch.randint(0, 256, (2, 60), generator=torch.Generator().manual_seed(5))
-    before = lm.model(ids).logits
-    changed = {}
-    for granularity in ("row", "head", "tensor"):
-        for bits in (16, 8, 4):
-            with changed_logits(lm.model, absmax(bits, granularity)):
-                changed[granularity, bits] = (lm.model(ids).logits - before).abs().max().item()
-        assert changed[granularity, 16] < 0.02 * before.abs().max() < changed[granularity, 4]
-        assert changed[granularity, 16] < changed[granularity, 8] < changed[granularity, 4]
-    assert torch.equal(lm.model(ids).logits, before)
 
 
 def test_a_row_s_scale_does_not_know_the_future_and_a_tensor_s_does():
@@ -159,13 +147,8 @@ def test_normalised_and_plain_scores_are_told_apart(monkeypatch):
     )
 
 
-def test_wrong_settings_are_refused():
+def test_text_beyond_the_positions_is_refused():
     lm = make("gpt2")
-    with pytest.raises(ValueError, match="granularity 'column'"):
-        evaluate_quantization(lm, TASKS, settings=Settings(granularity="column"))
-    for bits in ((1,), (17,)):
-        with pytest.raises(ValueError, match="give whole numbers from 2 to 16"):
-            evaluate_quantization(lm, TASKS, settings=Settings(bits=bits))
     with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions of gpt2"):
         evaluate_quantization(lm, TASKS, torch.zeros(1, 129, dtype=torch.long))
 
@@ -184,8 +167,8 @@ def test_the_command(tmp_path):
     text.write_text("A line of plain words about the weather in the hills.\n" * 200)
     rows = [{"ctx": f"Number {i} is", "endings": ["one.", "two."], "label": i % 2} for i in range(5)]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    options = {"data": str(tmp_path / "set.jsonl"), "corpus": str(text), "length": 50, "samples": 4}
-    settings = settings_of("quantization", options, ["rows=3", "bits=[8, 4]", "granularity=head"])
-    result = measured("quantization", make("diff"), settings, tmp_path / "out.jsonl.gz", limit=2)
+    options = {"data": str(tmp_path / "set.jsonl"), "corpus": str(text), "length": 50, "samples": 2}
+    settings = settings_of("quantization", options, ["rows=2", "bits=[8, 4]", "granularity=head"])
+    result = measured("quantization", make("diff"), settings, tmp_path / "out.jsonl.gz")
     assert len(result.rows) == 2 * (2 + 2)
     assert result.about["granularity"] == "head"

@@ -69,8 +69,8 @@ def test_the_command(tmp_path):
     text = "The keeper walked along the wall and the keeper counted the stones of the wall. " * 60
     (tmp_path / "text.txt").write_text(text)
     lm = CausalLM(DiffTransformerForCausalLM(preset("debug", vocab_size=258)), byte_tokenizer(), "tiny")
-    settings = settings_of("associative_recall", {"corpus": str(tmp_path / "text.txt"), "length": 100, "samples": 3})
-    result = measured("associative_recall", lm, settings, tmp_path / "r.jsonl.gz", limit=2)
+    settings = settings_of("associative_recall", {"corpus": str(tmp_path / "text.txt"), "length": 100, "samples": 2})
+    result = measured("associative_recall", lm, settings, tmp_path / "r.jsonl.gz")
     assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "associative_recall"
     assert len(result.rows) == 2
     assert result.about["tokens"] == 200

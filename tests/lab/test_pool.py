@@ -100,14 +100,17 @@ def test_a_run_that_was_stopped_stops_the_pool(runs, code, kind):
         run_pool(runs, jobs=1, show=nothing, executor=Workers({"a": code}))
 
 
-def test_an_interruption_says_how_to_go_on(runs):
-    def interrupt(folder, status):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize(("saved", "code", "message"), [(False, 143, ""), (True, 0, "stopped, state saved; once more")])
+def test_an_interruption_says_how_to_go_on_if_runs_saved_their_states(runs, saved, code, message):
+    def stop(folder, status):
+        raise Stopped
 
     workers = Workers({})
-    (next(iter(runs)) / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt, match="stopped, state saved; once more"):
-        run_pool(runs, jobs=3, show=interrupt, executor=workers, resume_hint="once more")
+    if saved:
+        (next(iter(runs)) / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_pool(runs, jobs=3, show=stop, executor=workers, resume_hint="once more")
+    assert (caught.value.exit_code, str(caught.value)) == (code, message)
     assert [what for _, what in workers.log] == ["started"] * 3 + ["SIGTERM"] * 3
 
 

@@ -14,7 +14,7 @@ from command_line import cli
 from killed_runs import assert_same_run
 
 from diff_transformer.lab import ray_pool
-from diff_transformer.lab.pool import LOG, RunFailed, run_pool
+from diff_transformer.lab.pool import LOG, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.rows import FILE
@@ -188,13 +188,6 @@ def test_an_interruption_saves_the_states_and_empties_the_queue(tasks, specs, tm
     assert "state saved" in (stop.hit / LOG).read_text()
     time.sleep(3)
     assert sum((folder / LOG).exists() for folder in runs) == 2
-
-
-@pytest.mark.slow
-def test_a_run_that_fails_by_itself_is_not_tried_again(tasks, specs, tmp_path):
-    spec = RunSpec("s", "diff", 0, override(specs[0].config, ["data.tokenizer=nowhere/such"]))
-    with pytest.raises(RunFailed, match=r"s/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
-        run_pool({tmp_path / spec.key: spec}, jobs=None, show=nothing, executor=tasks)
 
 
 @pytest.mark.slow

@@ -3,10 +3,7 @@
 from pathlib import Path
 
 import pytest
-from desk.plan import MATCHED, SIDES, base
-from desk.plan import stages as desk_stages
 
-from diff_transformer import DiffTransformerConfig
 from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
@@ -15,7 +12,6 @@ from diff_transformer.lab.spec import check_folders
 from diff_transformer.lab.stages import SWEPT, Stage, load_stages
 from diff_transformer.lab.study import Progressed, best_rates, run_study
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
-from diff_transformer.model.head_scale import with_matched_scale
 from diff_transformer.train.config import override
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "my_plan.py"
@@ -206,33 +202,6 @@ def test_spikes_are_norms_far_above_those_before():
     rising = gradient_metrics([1.05**i for i in range(20)])
     assert rising["spikes"] == 0
     assert rising["largest"] == 1.05**19
-
-
-def test_the_desk_study_compares_like_with_like():
-    cells = [spec for stage in desk_stages("python")[1:] for spec in stage.specs(dict.fromkeys(SIDES, 1e-3))]
-    assert len({cell.key for cell in cells}) == len(cells)
-    by_setting = {}
-    for cell in cells:
-        by_setting.setdefault(cell.setting, {}).setdefault(cell.side, []).append(cell)
-    assert len(by_setting["novels"]["diff"]) == 5
-    assert all(len(members) >= 3 for sides in by_setting.values() for members in sides.values())
-    for sides in by_setting.values():
-        for side, members in sides.items():
-            for cell, twin in zip(members, next(iter(sides.values())), strict=False):
-                ours, theirs = cell.config.to_dict(), twin.config.to_dict()
-                varied = ("attention", "head_norm", "head_norm_init", "lambda_init", "softmax_head_norm")
-                heads = ("num_attention_heads",) if side == "softmax_wide_norm" else ()
-                for each in (ours, theirs):
-                    each["optim"].pop("lr")
-                    for name in (*varied, *heads):
-                        each["model"].pop(name, None)
-                assert ours == theirs, (side, cell.key)
-    assert Path(cells[0].key).parts == ("novels", "softmax-seed0")
-
-
-def test_the_matched_head_norm_is_what_the_untrained_pair_has():
-    model = DiffTransformerConfig(**{**base("python").model, "attention": "diff"})
-    assert with_matched_scale(model, draws=1).head_norm_init == pytest.approx(MATCHED, abs=0.01)
 
 
 @pytest.mark.parametrize(

@@ -38,7 +38,6 @@ def evaluate(
     quick: Annotated[
         bool, typer.Option("--quick", help="Small sizes: about a minute per experiment on a small model.")
     ] = False,
-    limit: Annotated[int | None, typer.Option(help="Most samples in each part of an experiment.")] = None,
     corpus: Annotated[
         str | None,
         typer.Option(help='Text: "python", a file or a folder of text, JSON lines or parquet.'),
@@ -71,8 +70,8 @@ def evaluate(
     options = {"corpus": corpus, "split": split, "data": data, "length": length, "samples": samples, "seed": seed}
     options["chat_template"] = chat_template or None
     plan = Plan(
-        names_of(name), models or [], options=options, assignments=assignments or [], quick=quick, limit=limit,
-        device=device, dtype=dtype, batch_size=batch_size,
+        names_of(name), models or [], options=options, assignments=assignments or [], quick=quick, device=device,
+        dtype=dtype, batch_size=batch_size,
     )  # fmt: skip
     print(announced_experiments(plan))
     if dry_run:

@@ -8,9 +8,7 @@ makes maps comparable whose rows sum to 1 (softmax) and to 1 - lambda (different
 is the share on the answer's sentence and the share on the noise: the rest of the context without the question and
 without the first token, which softmax attention uses as a sink.
 
-Table 3 does not say whether heads are averaged before or after magnitudes are taken. The main numbers take each head's
-shares. Those of the map averaged over a layer's heads stand beside them: there, weights of different sign cancel, so
-the noise is smaller where heads disagree about it.
+Table 3 does not say whether heads are averaged before or after magnitudes are taken; here each head has its shares.
 """
 
 from collections.abc import Sequence
@@ -19,7 +17,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import DEPTHS, make_needle_example
 from diff_transformer.data.seeding import evaluation_rng
@@ -27,6 +24,7 @@ from diff_transformer.data.tokenizer import encode, token_spans
 from diff_transformer.evals.lm import CausalLM, check_length, haystack, text_details
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import Depths, PositiveInt, Seed
 
 PARTS = ("answer", "noise")
 
@@ -41,17 +39,17 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # Position of the needle asked for: 0 is the start of the text, 1 its end.
-    depths: tuple[float, ...] = DEPTHS
+    depths: Depths = DEPTHS
     # Tokens of a prompt, in the model's own tokenizer.
-    length: int = 4096
+    length: PositiveInt = 4096
     # Prompts for each depth.
-    samples: int = 50
+    samples: PositiveInt = 50
     # Needles in the text; the question asks for one.
-    needles: int = 1
+    needles: PositiveInt = 1
     # Digits of a magic number.
-    digits: int = 2
+    digits: PositiveInt = 2
     # Seed of cities, numbers, positions and text.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"length": 124, "samples": 4, "digits": 1}
@@ -65,7 +63,6 @@ def amount(settings: Settings) -> tuple[int, int]:
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval allocation``."""
-    check_length(lm, settings.length, "the prompt")
     filler, part = haystack(lm, settings, settings.length)
     result = evaluate_allocation(lm, filler, settings, samples)
     result.about.update(text_details(settings, part))
@@ -78,17 +75,14 @@ def evaluate_allocation(
     settings: Settings = Settings(),
     samples: Samples = ALL,
 ) -> Result:
-    """A row for each prompt: ``depth``, the shares ``answer`` and ``noise`` averaged over heads and layers,
-    ``answer_mean_map`` and ``noise_mean_map`` of the map averaged over the heads of a layer, and ``best_head_answer``,
-    the largest share that a single head gives to the answer. The table ``allocation_heads`` has the shares of every
-    head of every layer, rounded to four places.
+    """A row for each prompt: ``depth``, and the shares ``answer`` and ``noise`` averaged over heads and layers. The
+    table ``allocation_heads`` has the shares of every head of every layer, rounded to four places.
 
-    ``settings`` without those of the text, which ``filler`` has; ``samples``: progress, limit and resumption.
+    ``settings`` without those of the text, which ``filler`` has.
 
     Raises:
         ValueError: for a length in which the needles do not fit, or that the model does not support.
     """
-    require_positive(length=settings.length, samples=settings.samples, needles=settings.needles)
     check_length(lm, settings.length, "the prompt")
     prefix: list[int] = getattr(lm, "prefix", [])
     made: list[dict] = []
@@ -136,21 +130,10 @@ def attention_shares(layers: list[Tensor], answer: Tensor, noise: Tensor) -> tup
         answer, noise: bool ``[T]``.
 
     Returns:
-        ``answer`` and ``noise``, averaged over heads and layers; ``answer_mean_map`` and ``noise_mean_map`` of the map
-        averaged over the heads of a layer before magnitudes are taken; ``best_head_answer``, the largest share that a
-        single head gives to the answer. And the shares of each layer's heads, fp64 ``[2, heads]``.
+        ``answer`` and ``noise``, averaged over heads and layers; and the shares of each layer's heads, fp64
+        ``[2, heads]``.
     """
-    heads = [_shares(layer, answer, noise) for layer in layers]
-    means = [_shares(layer.mean(0, keepdim=True), answer, noise) for layer in layers]
-    found = {
-        part + name: torch.cat([of[place] for of in shares]).mean().item()
-        for name, shares in (("", heads), ("_mean_map", means))
-        for place, part in enumerate(PARTS)
-    }
-    return found | {"best_head_answer": max(of[0].max().item() for of in heads)}, heads
-
-
-def _shares(row: Tensor, answer: Tensor, noise: Tensor) -> Tensor:
-    size = row.double().abs()
-    size = size / size.sum(-1, keepdim=True)
-    return torch.stack([size[:, answer].sum(-1), size[:, noise].sum(-1)])
+    sizes = [layer.double().abs() for layer in layers]
+    sizes = [size / size.sum(-1, keepdim=True) for size in sizes]
+    heads = [torch.stack([size[:, answer].sum(-1), size[:, noise].sum(-1)]) for size in sizes]
+    return dict(zip(PARTS, torch.cat(heads, dim=1).mean(1).tolist(), strict=True)), heads

@@ -31,9 +31,10 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_call import AttentionCall, weighted
 from diff_transformer.evals.attention_tap import layers_of, tapped_attention
 from diff_transformer.evals.hessian import hessian_eigenvalues
-from diff_transformer.evals.lm import CausalLM, check_length, text_details, text_rows
+from diff_transformer.evals.lm import CausalLM, text_details, text_rows
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
 EXTREMES = 5  # eigenvalues of either end
 _OUT = ("o_proj", "out_proj", "dense", "c_proj")  # names of the output projection of attention
@@ -48,13 +49,13 @@ class Settings:
     # Text to use: "held-out", "all", or "auto", as of `outliers`.
     split: str = "auto"
     # Tokens of a row; maps of length x length weights of every head are held.
-    length: int = 256
+    length: PositiveInt = 256
     # Rows.
-    samples: int = 16
+    samples: PositiveInt = 16
     # Steps towards the Hessian's extreme eigenvalues, each two gradients in fp64; 0 for none. 30 suffice.
-    hessian: int = 0
+    hessian: NonNegativeInt = 0
     # Seed of the choice of rows.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"length": 128, "samples": 4}
@@ -66,7 +67,6 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     Raises:
         UserError: for a model whose attention cannot be read, or rows longer than it supports.
     """
-    check_length(lm, settings.length, "a row")
     ids, part = text_rows(lm, settings, settings.samples)
 
     def score(numbers: Sequence[int]) -> list[dict]:
@@ -100,17 +100,23 @@ def _extremes(values: Tensor) -> list[dict[str, Any]]:
 
 def anatomy(lm: CausalLM, ids: Tensor) -> list[dict[str, Any]]:
     """The quantities of every head on one row of text ``ids [1, T]``: dictionaries with ``layer`` and ``head``."""
-    found: dict[int, dict[str, Tensor]] = {}
+    of_layers: dict[int, dict[str, Tensor]] = {}
 
     def look(call: AttentionCall) -> None:
         with torch.no_grad():
-            found[call.layer] = of_attention(call)
+            of_layers[call.layer] = of_attention(call)
 
     inputs: list[Tensor] = []
-    handles = [
-        projection.register_forward_pre_hook(lambda _, args: inputs.append(args[0]))
-        for projection in map(_projection, layers_of(lm.model))
-    ]
+
+    def keep(_: nn.Module, args: tuple) -> tuple:
+        x = args[0] if args[0].requires_grad else args[0].detach().requires_grad_()  # of a frozen model
+        inputs.append(x)
+        return (x, *args[1:])
+
+    projections = {n: found for n, layer in enumerate(layers_of(lm.model)) if (found := _projection(layer)) is not None}
+    if not projections:
+        raise UserError(f"{type(lm.model).__name__} has no output projection of attention ({', '.join(_OUT)}) to read")
+    handles = [projection.register_forward_pre_hook(keep) for projection in projections.values()]
     ids = ids.to(lm.device)
     try:
         with tapped_attention(lm.model, look), torch.enable_grad():
@@ -121,8 +127,8 @@ def anatomy(lm: CausalLM, ids: Tensor) -> list[dict[str, Any]]:
         for handle in handles:
             handle.remove()
     rows = []
-    for layer, (x, gradient) in enumerate(zip(inputs, gradients, strict=True)):
-        of = found[layer]
+    for layer, x, gradient in zip(projections, inputs, gradients, strict=True):
+        of = of_layers[layer]
         heads = len(of["sink"])
         of["importance"] = (x.detach() * gradient)[0].unflatten(-1, (heads, -1)).sum((0, 2)).abs()
         columns = {name: values.double().tolist() for name, values in of.items()}
@@ -169,9 +175,10 @@ def _mean_of_others(pairs: Tensor) -> Tensor:
     return (pairs.sum(-1) - pairs.diagonal()) / (len(pairs) - 1)
 
 
-def _projection(layer: nn.Module) -> nn.Module:
+def _projection(layer: nn.Module) -> nn.Module | None:
+    """The output projection of a layer's attention; None for a layer of a hybrid that has no attention."""
     for name, module in layer.named_modules():
         *path, last = name.split(".")
         if last in _OUT and any("attn" in part or "attention" in part for part in path):
             return module
-    raise UserError(f"{type(layer).__name__} has no output projection of attention ({', '.join(_OUT)}) to read")
+    return None

@@ -15,12 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from diff_transformer.checks import require_positive
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, text_details, text_rows
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveInt, Seed
 
 # The part that a module in an attention layer computes, by the names that Hugging Face models use.
 _PARTS = {
@@ -40,13 +40,13 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # Tokens in a row.
-    length: int = 2048
+    length: PositiveInt = 2048
     # Rows.
-    samples: int = 32
+    samples: PositiveInt = 32
     # Rows per backward pass; gradient sizes are those of such a batch.
-    batch_size: int = 4
+    batch_size: PositiveInt = 4
     # Seed of the rows and of the pair's weights.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK: dict = {"length": 128, "samples": 16}
@@ -54,7 +54,6 @@ QUICK: dict = {"length": 128, "samples": 16}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
-    require_positive(length=settings.length, samples=settings.samples)
     ids, part = text_rows(lm, settings, settings.samples)
     result = evaluate_gradient_flow(lm, ids, settings, samples)
     result.about.update(text_details(settings, part))
@@ -82,7 +81,6 @@ def evaluate_gradient_flow(
         ValueError: for a model whose attention weights are not found, with the names that are supported.
     """
     batch_size, seed = settings.batch_size, settings.seed
-    require_positive(batch_size=batch_size)
     rows: list[dict] = []
     batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
     states = [("model", None)]
@@ -116,15 +114,18 @@ class Weight:
 
 
 def attention_weights(model: nn.Module) -> list[dict[str, list[Weight]]]:
-    """For each layer, the weights of its attention by part.
+    """For each layer, the weights of its attention by part; none for a layer of a hybrid that has no attention.
 
     Raises:
-        UserError: if a layer has none.
+        UserError: if no layer has any.
     """
-    return [_layer_weights(layer, number, type(model).__name__) for number, layer in enumerate(layers_of(model))]
+    layers = [_layer_weights(layer) for layer in layers_of(model)]
+    if not any(layers):
+        raise UserError(f"{type(model).__name__} has no weights of attention called {', '.join(_PARTS)}")
+    return layers
 
 
-def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[Weight]]:
+def _layer_weights(layer: nn.Module) -> dict[str, list[Weight]]:
     from diff_transformer.model.attention import Attention
 
     parts: dict[str, list[Weight]] = {}
@@ -139,8 +140,6 @@ def _layer_weights(layer: nn.Module, number: int, model: str) -> dict[str, list[
         if isinstance(module, Attention) and module.core.variant.maps == 2:
             for part, heads in _heads_of_maps(module.core, module.heads).items():
                 parts[part] = [Weight(parts[part[0]][0].parameter, tuple(heads), module.head_dim)]
-    if not parts:
-        raise UserError(f"layer {number} of {model} has no weights of attention called {', '.join(_PARTS)}")
     return parts
 
 

@@ -18,6 +18,7 @@ from diff_transformer.evals.lm import CausalLM, check_length, max_positions
 from diff_transformer.evals.prompts import check_template, fit_document, template_details, templated, without_special
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveInt, Seed
 
 QUICK = {"samples": 12, "summary_tokens": 40, "answer_tokens": 12}
 
@@ -30,13 +31,13 @@ class Settings:
     # or several, separated by commas
     data: str = "python"
     # Items of each set, drawn by the seed (the paper has 100).
-    samples: int = 100
+    samples: PositiveInt = 100
     # Tokens of prompt and output together; None for as many as the model supports.
-    length: int | None = None
+    length: PositiveInt | None = None
     # New tokens for a summary.
-    summary_tokens: int = 128
+    summary_tokens: PositiveInt = 128
     # New tokens for an answer.
-    answer_tokens: int = 32
+    answer_tokens: PositiveInt = 32
     # "containment" (no model), or "endpoint:MODEL", a model of the OpenAI-compatible chat endpoint in the environment
     # variables OPENAI_BASE_URL and OPENAI_API_KEY (extra "judge")
     judge: str = "containment"
@@ -45,7 +46,7 @@ class Settings:
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
     # Seed of the draw of items.
-    seed: int = 0
+    seed: Seed = 0
 
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
@@ -126,8 +127,7 @@ def _outputs(lm: CausalLM, items: Sequence[GroundedItem], limit: int | None, set
         for place, fit, text in zip(places, fitted, texts, strict=True):
             rows[place] = {
                 "prompt": fit.prompt, "expected": " | ".join(items[place].references), "got": trimmed(kind, text),
-                "truncated": fit.truncated, "document_tokens": fit.tokens, "document_tokens_kept": fit.kept,
-                "document_characters": len(fit.document),
+                "document_characters": len(fit.document), "truncated": fit.document != items[place].document,
             }  # fmt: skip
     return [rows[place] for place in range(len(items))]
 

@@ -19,9 +19,10 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from diff_transformer.checks import require_positive
+from pydantic import Field
+
 from diff_transformer.data.sources import suffix_of
 from diff_transformer.data.tasks.python_tasks import descriptions
 from diff_transformer.data.tasks.rows import SUFFIXES, rows_of, stem_of
@@ -30,6 +31,7 @@ from diff_transformer.evals.lm import max_positions
 from diff_transformer.evals.prompts import check_template, template_details
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
 PAPER_TASKS = ("arc_challenge", "arc_easy", "boolq", "hellaswag", "openbookqa", "piqa", "winogrande")
 FOLDERS = ("arc", "super_glue/boolq", "hellaswag", "openbookqa", "piqa", "winogrande")  # of PAPER_TASKS in lm_eval
@@ -53,15 +55,15 @@ class Settings:
     # that the published set has on the hub, or are {"question", "choices", "answer"}, the answer as an index from 0.
     data: str = "hub"
     # Names of the harness's tasks; by default the paper's seven. For local data: the tasks to run, by default all.
-    tasks: tuple[str, ...] = PAPER_TASKS
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = PAPER_TASKS
     # Examples before each question. Table 1 has 0, Table 8 has 5.
-    shots: int = 0
+    shots: NonNegativeInt = 0
     # First items of each task; None for all.
-    samples: int | None = None
+    samples: PositiveInt | None = None
     # Ask through the tokenizer's chat template, as the harness does; few-shot examples are earlier turns.
     chat_template: bool = False
     # Seed of the draw of examples.
-    seed: int = 1234
+    seed: Seed = 1234
 
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
@@ -96,7 +98,6 @@ def evaluate_harness(
     Raises:
         UserError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
     """
-    require_positive(samples=settings.samples)
     check_template(getattr(lm, "tokenizer", None), settings.chat_template)
     lm_eval = _library()
     rows: list[dict] = []
@@ -104,12 +105,12 @@ def evaluate_harness(
         model = harness_model(lm, samples)
         for name, source in tasks.items():
             model.task_name = name
-            rows += _scored(lm_eval, model, name, source(), settings, samples.limit)
+            rows += _scored(lm_eval, model, name, source(), settings)
     about = {"tasks": list(tasks), "lm_eval": lm_eval.__version__}
     return Result("harness", rows, about | template_details(settings.chat_template))
 
 
-def _scored(lm_eval, model, name: str, task, settings: Settings, limit: int | None) -> list[dict]:
+def _scored(lm_eval, model, name: str, task, settings: Settings) -> list[dict]:
     """A row for each of the first items. They are scored together: the draw of examples depends on it."""
     shots, chat = settings.shots, settings.chat_template
     if task.OUTPUT_TYPE != "multiple_choice":
@@ -119,8 +120,8 @@ def _scored(lm_eval, model, name: str, task, settings: Settings, limit: int | No
     task.set_config("num_fewshot", shots)
     task.set_fewshot_seed(seed=settings.seed)
     outcome = lm_eval.evaluate(
-        lm=model, task_dict={name: task}, limit=min(filter(None, (len(task.eval_docs), settings.samples, limit))),
-        bootstrap_iters=0, log_samples=True, apply_chat_template=chat, fewshot_as_multiturn=chat,
+        lm=model, task_dict={name: task}, limit=settings.samples, bootstrap_iters=0, log_samples=True,
+        apply_chat_template=chat, fewshot_as_multiturn=chat,
     )  # fmt: skip
     logged = sorted(outcome["samples"][name], key=lambda sample: sample["doc_id"])
     return [{"task": name, "shots": shots, **_row(task, sample)} for sample in logged]

@@ -14,7 +14,6 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.kv_recall_task import (
     RecallRows,
     RecallTask,
@@ -27,6 +26,7 @@ from diff_transformer.evals.allocation import attention_shares
 from diff_transformer.evals.lm import CausalLM, check_length, max_positions
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
 ATTENDED = 32  # rows whose attention is read
 LONGER = (2, 4)  # multiples of the length
@@ -37,21 +37,21 @@ class Settings:
     """Rows of recall; those of a run that trained on it are in its ``data.recall``."""
 
     # Tokens of a row; longer ones have two and four times as many, if the model has as many positions.
-    length: int = 64
+    length: PositiveInt = 64
     # Key-value pairs of a row.
-    pairs: int = 4
+    pairs: PositiveInt = 4
     # Tokens that serve as keys, and as values; a quarter of the vocabulary, at most 256, by default.
-    symbols: int | None = None
+    symbols: PositiveInt | None = None
     # Tokens that serve as noise; all others by default.
-    noise_symbols: int | None = None
+    noise_symbols: PositiveInt | None = None
     # Keys asked for, drawn with replacement; 0 asks for each once.
-    questions: int = 0
+    questions: NonNegativeInt = 0
     # Share of the noise that looks like keys.
     distractors: float = 0.0
     # Rows of each length.
-    samples: int = 256
+    samples: PositiveInt = 256
     # Seed of the rows.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"samples": 32}
@@ -63,8 +63,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     task = RecallTask(settings.length, settings.pairs, settings.questions, settings.distractors)
     task.check(vocabulary)
     longer = [times for times in LONGER if times * settings.length <= (max_positions(lm) or math.inf)]
-    rows = min(settings.samples, samples.limit or settings.samples)
-    return evaluate_recall(lm, vocabulary, task, rows=rows, longer=longer, seed=settings.seed)
+    return evaluate_recall(lm, vocabulary, task, rows=settings.samples, longer=longer, seed=settings.seed)
 
 
 def evaluate_recall(
@@ -85,13 +84,11 @@ def evaluate_recall(
         For each length a row for each of ``rows``: ``hits`` of its ``questions``. The table ``recall_first`` is about
         the first question of the rows of the trained length: ``right``, 0 or 1; and of the first 32, whose attention is
         read, ``answer`` and ``noise``, the shares of a head's attention, by magnitude, on the value asked for and on
-        the noise tokens, averaged over heads and layers; ``best_head_answer``; and ``answer_mean_map``,
-        ``noise_mean_map`` of the map averaged over the heads of a layer before magnitudes are taken.
+        the noise tokens, averaged over heads and layers.
 
     Raises:
         ValueError: for a length that the model does not support, or a task that does not fit the vocabulary.
     """
-    require_positive(rows=rows)
     kept: list[dict] = []
     for times in (1, *longer):
         scaled = replace(task, length=times * task.length)

@@ -21,8 +21,9 @@ from diff_transformer.data.filler import Filler
 from diff_transformer.data.packing import PackedCorpus, pack_documents
 from diff_transformer.data.tokenizer import encode_all, leading_ids
 from diff_transformer.errors import UserError
-from diff_transformer.evals.attention_tap import AttentionCall, tapped_attention
-from diff_transformer.model.loading import padding_token, plain_defaults
+from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.attention_tap import tapped_attention
+from diff_transformer.model.loading import fingerprint, padding_token, plain_defaults
 
 CHUNK = 2048  # tokens of a prompt per forward pass
 BATCH_TOKENS = 1 << 17  # tokens per batch
@@ -294,12 +295,15 @@ def text_details(settings: Any, part: str) -> dict:
 
 
 def settings_of_lm(lm: Any) -> dict:
-    """Facts about the model for a result's provenance: class, dtype, positions, the tokens that its tokenizer puts in
-    front of every text, if any, and the kind of attention, if known."""
+    """Facts about the model for a result's provenance: path, fingerprint of the weights, class, dtype, positions, the
+    tokens that its tokenizer puts in front of every text, if any, and the kind of attention, if known."""
     model = getattr(lm, "model", None)
     if model is None:
         return {}
-    found = {"class": type(model).__name__, "dtype": str(model.dtype).removeprefix("torch."), "positions": lm.positions}
+    found = {
+        "path": getattr(lm, "path", ""), "weights": fingerprint(model), "class": type(model).__name__,
+        "dtype": str(model.dtype).removeprefix("torch."), "positions": lm.positions,
+    }  # fmt: skip
     found |= {"leading_tokens": list(leading)} if (leading := getattr(lm, "prefix", ())) else {}
     attention = getattr(model.config, "attention", None)
     return {**found, "attention": attention} if isinstance(attention, str) else found

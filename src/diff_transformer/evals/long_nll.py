@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import encode, leading_ids
@@ -20,6 +19,7 @@ from diff_transformer.evals.likelihood import position_losses
 from diff_transformer.evals.lm import CausalLM, check_length, measured_split
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveInt
 
 BINS_PER_DOUBLING = 4
 
@@ -34,9 +34,9 @@ class Settings:
     # may have been trained on the rest, and all for any other model
     split: str = "auto"
     # Positions to measure, in tokens of the model under test.
-    length: int = 65536
+    length: PositiveInt = 65536
     # Most books: the first that are long enough, in the corpus's order.
-    samples: int = 50
+    samples: PositiveInt = 50
 
 
 QUICK = {"length": 128, "samples": 12}
@@ -69,7 +69,6 @@ def evaluate_long_nll(
         UserError: for sizes that are not positive, a length that the model does not support, or no book of that length.
     """
     length = settings.length
-    require_positive(length=length, samples=settings.samples)
     check_length(lm, length, "length")
     edges = bin_edges(length)
     skipped = max(0, len(leading_ids(lm.tokenizer)) - 1)  # losses of tokens that are not the book's

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.labelled import load_labelled
 from diff_transformer.data.tasks.types import Labelled, LabelledSet
@@ -26,17 +25,10 @@ from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, read_prefix
 from diff_transformer.evals.lm import CausalLM, check_length, max_positions
-from diff_transformer.evals.prompts import (
-    best_of,
-    check_template,
-    choice_tokens,
-    reply,
-    template_details,
-    templated,
-    without_special,
-)
+from diff_transformer.evals.prompts import choice_tokens
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveInt, Seed
 
 ORDERS = ("random", "alternate")  # alternate: the classes in turn
 LONGEST = 65536
@@ -51,18 +43,16 @@ class Settings:
     # a file, or a folder with a training and a test file (.csv, .json, .jsonl, .parquet)
     data: str = "python"
     # Numbers of examples to measure at.
-    shots: tuple[int, ...] = ()
+    shots: tuple[PositiveInt, ...] = ()
     # Prompt lengths to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
     # example, and prompts of 256, 512, ... tokens up to what the model supports, at most 65,536.
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[PositiveInt, ...] = ()
     # Questions for each number of examples and each order.
-    samples: int = 250
+    samples: PositiveInt = 250
     # Orders of each kind at the largest number, for the margin between the best and the worst.
-    order_seeds: int = 10
-    # Ask through the tokenizer's chat template: one message has the examples and the question, the reply is the label.
-    chat_template: bool = False
+    order_seeds: PositiveInt = 10
     # Seed of the questions and the examples; orders have seeds of their own.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"samples": 16, "order_seeds": 3}
@@ -93,27 +83,23 @@ def evaluate_many_shot(
         UserError: for sizes that are not positive, prompts that the model does not support, or a length without room
             for a single example.
     """
-    require_positive(samples=settings.samples, order_seeds=settings.order_seeds)
-    check_template(lm.tokenizer, settings.chat_template)
-    task = _Task(lm, data, settings.samples, settings.seed, settings.chat_template)
+    task = _Task(lm, data, settings.samples, settings.seed)
     counts = _counts(task, settings.shots, settings.lengths, settings.order_seeds)
     rows = [row for count in counts[:-1] for row in _ask(task, count, "random", 0, samples)]
     for order in ORDERS:
         for order_seed in range(settings.order_seeds):
             rows += _ask(task, counts[-1], order, order_seed, samples)
     about = {"data": data.name, "labels": list(data.labels), "chance": 1 / len(data.labels), "shots": counts}
-    return Result(
-        "many_shot", rows, about | {"training_texts": len(task.pool), **template_details(settings.chat_template)}
-    )
+    return Result("many_shot", rows, about | {"training_texts": len(task.pool)})
 
 
 class _Task:
     """The questions and the examples, in the order of their draw, and the format of prompts."""
 
-    def __init__(self, lm: CausalLM, data: LabelledSet, questions: int, seed: int, chat_template: bool = False):
-        self.lm, self.data, self.seed, self.chat = lm, data, seed, chat_template
+    def __init__(self, lm: CausalLM, data: LabelledSet, questions: int, seed: int):
+        self.lm, self.data, self.seed = lm, data, seed
         self.labels = data.labels
-        self.endings = [reply(lm.tokenizer, label) if chat_template else f" {label}\n" for label in self.labels]
+        self.endings = [f" {label}\n" for label in self.labels]
         chosen = evaluation_rng(seed, "many_shot", "questions").permutation(len(data.test))[:questions]
         self.questions = [data.test[i] for i in chosen]
         asked = {example.text.casefold() for example in data.test}
@@ -121,10 +107,6 @@ class _Task:
         if not shown:
             raise UserError(f"every training text of {data.name} is a test text too; give other training texts")
         self.pool = [shown[i] for i in evaluation_rng(seed, "many_shot", "examples").permutation(len(shown))]
-
-    def prompt(self, text: str) -> str:
-        """The whole prompt of the examples and the question in ``text``."""
-        return templated(self.lm.tokenizer, without_special(self.lm.tokenizer, text)) if self.chat else text
 
     def show(self, examples: Sequence[Labelled]) -> str:
         return "".join(f"{self.data.ask(example.text)} {example.label}\n" for example in examples)
@@ -136,7 +118,7 @@ class _Task:
         return mixed if order == "random" else alternate(mixed, rng)
 
     def tokens(self, text: str) -> int:
-        return len(encode(self.lm.tokenizer, text, special=self.chat))
+        return len(encode(self.lm.tokenizer, text))
 
     def most_tokens(self, count: int, order_seeds: int) -> int:
         """Most tokens that ``count`` examples take, over the orders."""
@@ -146,8 +128,8 @@ class _Task:
     def answer_tokens(self) -> int:
         """Most tokens that a question with its answer takes, with the tokens in front of every prompt."""
         longest = max(self.endings, key=self.tokens)
-        most = max(self.tokens(self.prompt(self.data.ask(question.text)) + longest) for question in self.questions)
-        return most + (0 if self.chat else len(leading_ids(self.lm.tokenizer)))
+        most = max(self.tokens(self.data.ask(question.text) + longest) for question in self.questions)
+        return most + len(leading_ids(self.lm.tokenizer))
 
 
 def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[Labelled]:
@@ -198,15 +180,15 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
 
     def score(questions: Sequence[Labelled]) -> list[dict]:
         nonlocal prefix
-        texts = [task.prompt(examples + task.data.ask(question.text)) for question in questions]
-        pairs = [choice_tokens(lm.tokenizer, text, task.endings, special=task.chat) for text in texts]
+        texts = [examples + task.data.ask(question.text) for question in questions]
+        pairs = [choice_tokens(lm.tokenizer, text, task.endings) for text in texts]
         contexts, continuations = [list(side) for side in zip(*pairs, strict=True)]
         if prefix is None:
             prefix = read_prefix(lm, contexts[0][: _examples_end(task, examples, contexts)])
         scores = continuation_logprobs(lm, contexts, continuations, prefix=prefix)
         rows = []
         for question, context, tails, logprobs in zip(questions, contexts, continuations, scores, strict=True):
-            best = [task.labels[place] for place in best_of(logprobs)]
+            best = [label for label, score in zip(task.labels, logprobs, strict=True) if score == max(logprobs)]
             rows.append({
                 "prompt": task.data.ask(question.text), "expected": question.label, "got": best[0],
                 "score": (question.label in best) / len(best), "tied": len(best), "logprobs": logprobs, "shots": count,
@@ -221,6 +203,5 @@ def _ask(task: _Task, count: int, order: str, order_seed: int, samples: Samples)
 
 def _examples_end(task: _Task, examples: str, contexts: list[list[int]]) -> int:
     """Length of the common prefix of the examples' tokens and all contexts; at least 1."""
-    before = [] if task.chat else leading_ids(task.lm.tokenizer)
-    alone = [*before, *encode(task.lm.tokenizer, task.prompt(examples), special=task.chat).tolist()]
+    alone = [*leading_ids(task.lm.tokenizer), *encode(task.lm.tokenizer, examples).tolist()]
     return max(1, common_prefix([alone, *contexts]))

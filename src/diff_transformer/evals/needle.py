@@ -14,11 +14,12 @@ Instruct models are asked through their chat template (``chat_template``), and b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import numpy as np
+from pydantic import Field
 
-from diff_transformer.checks import require_known, require_positive
+from diff_transformer.checks import require_known
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import (
     DEPTHS,
@@ -38,6 +39,8 @@ from diff_transformer.evals.lm import CausalLM, check_length, haystack, rows_at_
 from diff_transformer.evals.prompts import check_template, special_spellings, template_details, templated
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import Depths, PositiveInt, Seed
+from diff_transformer.train.config import Cell
 
 SEARCHED = 32  # tokens of an answer in which ``scoring="search"`` looks for the numbers
 
@@ -52,17 +55,17 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # (N, R): needles in the text, needles asked for.
-    cells: tuple[tuple[int, int], ...] = ((1, 1), (2, 2), (4, 2), (6, 2))
+    cells: Annotated[tuple[Cell, ...], Field(min_length=1)] = ((1, 1), (2, 2), (4, 2), (6, 2))
     # Position of the first needle asked for: 0 is the start of the text, 1 its end.
-    depths: tuple[float, ...] = DEPTHS
+    depths: Depths = DEPTHS
     # Tokens of prompt and answer together, in the model's own tokenizer.
-    length: int = 4096
+    length: PositiveInt = 4096
     # Several lengths in one run, instead of length.
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[PositiveInt, ...] = ()
     # Prompts for each cell, length and depth.
-    samples: int = 50
+    samples: PositiveInt = 50
     # Digits of a magic number.
-    digits: int = 2
+    digits: PositiveInt = 2
     # "city" (the needle names the city, as in training), or "landmark" (it names a landmark there, so that no word of
     # the question leads to it)
     wording: str = "city"
@@ -70,9 +73,9 @@ class Settings:
     chat_template: bool = False
     # "next" (the first numbers of the answer, which the prompt begins) or "search" (the number that its first 32 tokens
     # say of each city)
-    scoring: str = "next"
+    scoring: Literal["next", "search"] = "next"
     # Seed of cities, numbers, positions and text.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"length": 128, "cells": ((1, 1),), "samples": 8, "digits": 1}
@@ -91,9 +94,7 @@ def lengths_of(settings: Settings) -> tuple[int, ...]:
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval needle``."""
-    longest = max(lengths_of(settings))
-    check_length(lm, longest, "the longest prompt with its answer")
-    filler, part = haystack(lm, settings, longest)
+    filler, part = haystack(lm, settings, max(lengths_of(settings)))
     result = evaluate_needle(lm, filler, settings, samples)
     result.about.update(text_details(settings, part))
     return result
@@ -109,8 +110,6 @@ def evaluate_needle(lm: CausalLM, filler: Filler, settings: Settings = Settings(
         UserError: for a length in which the needles do not fit, or that the model does not support.
     """
     lengths = lengths_of(settings)
-    require_positive(length=min(lengths), samples=settings.samples)
-    require_known("scoring", settings.scoring, ("next", "search"))
     require_known("wording", settings.wording, WORDINGS)
     check_template(lm.tokenizer, settings.chat_template)
     check_length(lm, max(lengths), "the longest prompt with its answer")
@@ -202,7 +201,6 @@ def check_needle_fits(filler: Filler, asking: Asking) -> None:
         UserError: if they do not, with the smallest length that fits all of them; or if the filler does not suffice.
     """
     settings, lengths = asking.settings, lengths_of(asking.settings)
-    require_positive(cells=len(settings.cells), depths=len(settings.depths))
     sizes = {
         asking.least(sample, n, r, depth): (n, r, depth, sample)
         for n, r in settings.cells

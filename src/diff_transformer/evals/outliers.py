@@ -10,13 +10,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from diff_transformer.evals.attention_tap import AttentionCall, layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_call import AttentionCall
+from diff_transformer.evals.attention_tap import layers_of, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM, check_length, text_details, text_rows
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveInt, Seed
 
 RANKS = (1, 2, 3, 10, 100)
-KINDS = ("first", "second", "hidden")  # logits of the first map (or the only one), of the second; layer outputs
+KINDS = ("logits", "hidden")
 _CUT = 15  # bits of a float32 that a bin leaves out: 8 of the mantissa's 23 tell bins apart
 _BINS = 1 << (31 - _CUT)
 
@@ -31,11 +33,11 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # Tokens of a row, in the model's own tokenizer.
-    length: int = 4096
+    length: PositiveInt = 4096
     # Rows.
-    samples: int = 100
+    samples: PositiveInt = 100
     # Seed of the choice of rows.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"length": 128, "samples": 32}
@@ -98,14 +100,13 @@ Table = dict[tuple[str, int], Magnitudes]  # (kind, layer) -> magnitudes
 def evaluate_outliers(lm: CausalLM, ids: Tensor, samples: Samples = ALL) -> Result:
     """Largest and median magnitudes over the tokens ``ids [rows, T]``.
 
-    Logits are ``q k^T / sqrt(d)`` of every unmasked pair, for differential attention of both maps. At most ``block`` of
-    them are held at a time, so memory is O(T). Layer outputs are the residual stream after each layer.
+    Logits are ``q k^T / sqrt(d)`` of every unmasked pair, for differential attention of both maps. They are
+    read in blocks, so memory is O(T). Layer outputs are the residual stream after each layer.
 
     Returns:
         A row for each row of tokens: ``logits_top1``, ``hidden_top1`` and both medians. The table ``outliers_top`` has
-        the k-th largest value over all rows for k = 1, 2, 3, 10, 100, and as k = 0 the median, by ``kind``: "logits",
-        of differential attention also "first" and "second" by map, and "hidden"; and of each ``layer`` the largest and
-        the median (layer -1: of all).
+        the k-th largest value over all rows for k = 1, 2, 3, 10, 100, and as k = 0 the median, by ``kind``: "logits"
+        and "hidden"; and of each ``layer`` the largest and the median (layer -1: of all).
 
     Raises:
         ValueError: for a model whose attention cannot be read, or rows longer than it supports.
@@ -119,7 +120,7 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, samples: Samples = ALL) -> Resu
             table = measure(lm, ids[number : number + 1])
             for key, found in table.items():
                 whole.setdefault(key, Magnitudes()).take(found.top, found.histogram)
-            logits, hidden = _merged(table, "first", "second"), _merged(table, "hidden")
+            logits, hidden = (_merged(table, kind) for kind in KINDS)
             rows.append({
                 "example": number, "logits_top1": float(logits.top[0]), "hidden_top1": float(hidden.top[0]),
                 "logits_median": logits.median(), "hidden_median": hidden.median(),
@@ -133,22 +134,17 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, samples: Samples = ALL) -> Resu
 
 def ranked(table: Table) -> list[dict]:
     """The rows of ``outliers_top`` from the magnitudes of each kind and layer."""
-    rows = [*_merged(table, "first", "second").rows("logits"), *_merged(table, "hidden").rows("hidden")]
-    if any(kind == "second" for kind, _ in table):
-        rows += [row for kind in ("first", "second") for row in _merged(table, kind).rows(kind)]
+    rows = [row for kind in KINDS for row in _merged(table, kind).rows(kind)]
     for layer in sorted({layer for _, layer in table}):
-        here = {key: value for key, value in table.items() if key[1] == layer}
-        rows += [
-            *_merged(here, "first", "second").rows("logits", layer, (1,)),
-            *_merged(here, "hidden").rows("hidden", layer, (1,)),
-        ]
+        of_layer = [kind for kind in KINDS if (kind, layer) in table]  # a layer of a hybrid may have no attention
+        rows += [row for kind in of_layer for row in table[kind, layer].rows(kind, layer, (1,))]
     return rows
 
 
-def _merged(table: Table, *kinds: str) -> Magnitudes:
+def _merged(table: Table, kind: str) -> Magnitudes:
     merged = Magnitudes()
-    for (kind, _), magnitudes in table.items():
-        if kind in kinds:
+    for (of, _), magnitudes in table.items():
+        if of == kind:
             merged.take(magnitudes.top, magnitudes.histogram)
     return merged
 
@@ -165,8 +161,8 @@ def measure(lm: CausalLM, ids: Tensor) -> Table:
         for rows in call.blocks():
             keys = call.reach(rows)
             allowed = call.allowed(rows)[..., keys]
-            for kind, logits in zip(KINDS, call.logits(rows, keys), strict=False):
-                add(kind, call.layer, logits, allowed)
+            for logits in call.logits(rows, keys):
+                add("logits", call.layer, logits, allowed)
 
     layers = layers_of(lm.model)
     handles = [

@@ -11,8 +11,6 @@ from diff_transformer.evals.likelihood import common_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
-_WINDOW = 2000  # characters at the end of a context that are tokenised again with each choice
-_SYNC = 64  # tokens that must agree between the window and the whole context before they are joined
 SMALLEST = 16  # tokens of a document that a prompt must keep
 
 
@@ -33,21 +31,10 @@ def template_details(chat_template: bool, scoring: str = "") -> dict:
 def templated(tokenizer, text: str, beginning: str = "") -> str:
     """The prompt that the tokenizer's chat template makes of the user's message ``text``, up to ``beginning``, the
     first words of the reply. A template that can switch a model's thinking off does so."""
-    return _rendered(tokenizer, [{"role": "user", "content": text}], True) + beginning
-
-
-def reply(tokenizer, text: str) -> str:
-    """The text of a conversation after ``templated``: the reply ``text`` and the end of its turn."""
-    start, asked = templated(tokenizer, "?"), {"role": "user", "content": "?"}
-    whole = _rendered(tokenizer, [asked, {"role": "assistant", "content": text}], False)
-    if whole.startswith(start) and text in whole[len(start) :]:
-        return whole[len(start) :].rstrip()
-    return text + (tokenizer.eos_token or "\n")
-
-
-def _rendered(tokenizer, messages: list[dict], generates: bool) -> str:
-    return tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=generates, enable_thinking=False
+    messages = [{"role": "user", "content": text}]
+    return (
+        tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True, enable_thinking=False)
+        + beginning
     )
 
 
@@ -64,24 +51,23 @@ def special_spellings(tokenizer) -> list[str]:
 
 
 def choice_tokens(
-    tokenizer: "PreTrainedTokenizerFast", context: str, choices: Sequence[str], *, special: bool = False
+    tokenizer: "PreTrainedTokenizerFast", context: str, choices: Sequence[str]
 ) -> tuple[list[int], list[list[int]]]:
     """Tokens to score each of ``choices`` as a continuation of ``context``: (context, one sequence per choice).
 
     Context and choice are tokenised together, as one text. The common prefix of the context and of all these texts is
     the context; the rest of each text is its continuation. If a token crosses the border between context and choice,
     the context ends before it for all choices. All texts are then scored from the same place, and the sum over a
-    continuation is exactly the log-probability of that text's tokens. With ``special``, the texts are those of a chat
-    template: special tokens are spelled out, and none is added.
+    continuation is exactly the log-probability of that text's tokens.
 
     Raises:
         ValueError: for no choices, an empty choice, or an empty context where the tokenizer has neither BOS nor EOS.
     """
     if not choices or not all(choices):
         raise UserError(f"the choices are {list(choices)!r}; give at least one, none of them empty")
-    before = [] if special else leading_ids(tokenizer)
-    tokenise = _whole if len(context) <= 2 * _WINDOW else _long
-    alone, texts = tokenise(tokenizer, context, choices, special)
+    before = leading_ids(tokenizer)
+    every = [context, *(context + choice for choice in choices)]
+    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, every)]
     shared = common_prefix([alone, *texts])
     if not before and not shared:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -91,51 +77,12 @@ def choice_tokens(
     return before + alone[:shared], [text[shared:] for text in texts]
 
 
-def best_of(scores: Sequence[float]) -> list[int]:
-    """Indices of the highest score: one, or all that tie exactly."""
-    highest = max(scores)
-    return [place for place, score in enumerate(scores) if score == highest]
-
-
-def _whole(tokenizer, context: str, choices: Sequence[str], special: bool) -> tuple[list[int], list[list[int]]]:
-    every = [context, *(context + choice for choice in choices)]
-    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, every, special=special)]
-    return alone, texts
-
-
-def _long(tokenizer, context: str, choices: Sequence[str], special: bool) -> tuple[list[int], list[list[int]]]:
-    """``_whole`` for a long context, which is tokenised once instead of once per choice where the tokenizer allows it.
-
-    The end of the context is tokenised with each choice and joined to the tokens of the whole context where the two
-    agree. The longest choice checks that this is exact; otherwise every text is tokenised as a whole.
-    """
-    tail = context[-_WINDOW:]
-    longest = max(range(len(choices)), key=lambda i: len(choices[i]))
-    both = [context, context + choices[longest]]
-    whole, whole_longest = (ids.tolist() for ids in encode_all(tokenizer, both, special=special))
-    tail_alone, tails = _whole(tokenizer, tail, choices, special)
-    same = common_prefix([whole[::-1], tail_alone[::-1]])  # tokens at the end on which both agree
-    cut = len(tail_alone) - same
-    stem = whole[: len(whole) - same]
-    texts = [stem + ids[cut:] for ids in tails]
-    intact = all(ids[: cut + _SYNC] == tail_alone[: cut + _SYNC] for ids in tails)
-    if same > 2 * _SYNC and intact and texts[longest] == whole_longest:
-        return whole, texts
-    return _whole(tokenizer, context, choices, special)
-
-
 @dataclass(frozen=True)
 class Fitted:
-    """A prompt that fits. ``tokens`` is the length of the whole document, ``kept`` of the part in the prompt."""
+    """A prompt that fits, and the part of the document in it."""
 
     prompt: str
     document: str
-    tokens: int
-    kept: int
-
-    @property
-    def truncated(self) -> bool:
-        return self.kept < self.tokens
 
 
 def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: int | None) -> Fitted:
@@ -152,7 +99,7 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
     total = _length(tokenizer, document)
     prompt = frame(document)
     if limit is None or _length(tokenizer, prompt) <= limit:
-        return Fitted(prompt, document, total, total)
+        return Fitted(prompt, document)
     room = limit - _length(tokenizer, frame(""))
     ends = [
         end for _, end in tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
@@ -162,11 +109,11 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
         prompt = frame(kept)
         over = _length(tokenizer, prompt) - limit
         if over <= 0:
-            return Fitted(prompt, kept, total, _length(tokenizer, kept))
+            return Fitted(prompt, kept)
         room -= over
     raise UserError(
-        f"{limit} tokens leave {max(room, 0)} for a document of {total}, below the least of {min(SMALLEST, total)}; "
-        "give a model with more positions, fewer new tokens, or another length"
+        f"a prompt of {max(limit, 0)} tokens leaves {max(room, 0)} for a document of {total}, below the least of "
+        f"{min(SMALLEST, total)}; give a model with more positions, fewer new tokens, or another length"
     )
 
 

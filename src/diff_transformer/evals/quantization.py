@@ -14,24 +14,26 @@ Both maps of differential attention are quantised. The softmax and everything af
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from diff_transformer.checks import require_known, require_positive
 from diff_transformer.data.tasks.continuations import load_continuations
 from diff_transformer.data.tasks.types import MultipleChoiceItem
-from diff_transformer.errors import UserError
-from diff_transformer.evals.attention_tap import AttentionCall, Change, changed_logits
+from diff_transformer.evals.attention_call import AttentionCall, Change
+from diff_transformer.evals.attention_tap import changed_logits
 from diff_transformer.evals.likelihood import continuation_logprobs
 from diff_transformer.evals.lm import CausalLM, check_length, first_of_text, rows_at_once, text_details, text_rows
 from diff_transformer.evals.prompts import choice_tokens
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
 BITS = (16, 8, 6, 4)
-GRANULARITIES = ("tensor", "head", "row")
+Granularity = Literal["tensor", "head", "row"]
 
 
 @dataclass(frozen=True)
@@ -46,17 +48,17 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # Tasks; all if there are fewer.
-    samples: int = 1000
+    samples: PositiveInt = 1000
     # Rows of text for the loss; 0 leaves the loss out.
-    rows: int = 64
+    rows: NonNegativeInt = 64
     # Tokens of such a row, in the model's own tokenizer.
-    length: int = 1024
+    length: PositiveInt = 1024
     # Bits of a logit, 2 to 16.
-    bits: tuple[int, ...] = BITS
+    bits: Annotated[tuple[Annotated[int, Field(ge=2, le=16)], ...], Field(min_length=1)] = BITS
     # The logits that share a scale: "tensor", "head" or "row".
-    granularity: str = "tensor"
+    granularity: Granularity = "tensor"
     # Seed of the choice of rows, and of the order of tasks from "python" or the hub.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"samples": 24, "rows": 8, "length": 128}
@@ -64,7 +66,6 @@ QUICK = {"samples": 24, "rows": 8, "length": 128}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """``diff-transformer eval quantization``."""
-    require_positive(samples=settings.samples)
     tasks = load_continuations(settings.data, seed=settings.seed)[: settings.samples]
     ids, part = None, "none"
     if settings.rows:
@@ -95,7 +96,7 @@ def evaluate_quantization(
         tokens that the context lost at its beginning to fit the model.
 
     Raises:
-        UserError: for bits outside 2 to 16, an unknown granularity, or a text longer than the model supports.
+        UserError: for a text longer than the model supports.
     """
     alone = settings.granularity != "row"
     numbered, size = list(enumerate(tasks)), 1 if alone else max(1, lm.batch_size // 4)
@@ -130,15 +131,8 @@ def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
     return torch.where(step > 0, (values / step).round_().mul_(step), values)
 
 
-def absmax(bits: int, granularity: str) -> Callable[[AttentionCall], Change]:
-    """A plan for ``changed_logits``: dynamic absmax quantisation.
-
-    Raises:
-        ValueError: for bits outside 2 to 16, or an unknown granularity.
-    """
-    require_known("granularity", granularity, GRANULARITIES)
-    if not 2 <= bits <= 16:
-        raise UserError(f"bits are {bits}; give whole numbers from 2 to 16")
+def absmax(bits: int, granularity: Granularity) -> Callable[[AttentionCall], Change]:
+    """A plan for ``changed_logits``: dynamic absmax quantisation."""
 
     def plan(call: AttentionCall) -> Change:
         whole = None if granularity == "row" else _largest(call, granularity)
@@ -152,7 +146,7 @@ def absmax(bits: int, granularity: str) -> Callable[[AttentionCall], Change]:
     return plan
 
 
-def _largest(call: AttentionCall, granularity: str) -> list[Tensor]:
+def _largest(call: AttentionCall, granularity: Granularity) -> list[Tensor]:
     """The largest magnitude of each map, ``[B, H, 1, 1]`` or, of all heads and maps, ``[B, 1, 1, 1]``."""
     found: list[Tensor] = []
     for rows in call.blocks():

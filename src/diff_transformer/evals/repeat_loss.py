@@ -14,7 +14,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from diff_transformer.checks import require_positive
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import take_bytes
 from diff_transformer.data.ngrams import ar_hits, frequent_ngrams
@@ -22,6 +21,7 @@ from diff_transformer.data.packing import pack_documents
 from diff_transformer.evals.lm import CausalLM, check_length, first_of_text, rows_at_once, spread_rows
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveFloat, PositiveInt
 
 
 @dataclass(frozen=True)
@@ -32,15 +32,15 @@ class Settings:
     # its training text, which should be the model's training text or similar to it.
     corpus: str = "python"
     # Tokens in a row: the context in which an n-gram can have occurred.
-    length: int = 2048
+    length: PositiveInt = 2048
     # Rows, at most, spread evenly over the held-out text.
-    samples: int = 256
+    samples: PositiveInt = 256
     # n; the recalled token is the last of the n-gram.
-    ngram: int = 2
+    ngram: PositiveInt = 2
     # An n-gram with a larger share of the training text is no AR-Hit.
-    frequent_share: float = 6e-5
+    frequent_share: PositiveFloat = 6e-5
     # Bytes of training text in which n-grams are counted: whole documents from its start.
-    training_bytes: int = 8_000_000
+    training_bytes: PositiveInt = 8_000_000
 
 
 QUICK = {"length": 128, "samples": 64, "training_bytes": 1_000_000}
@@ -48,7 +48,6 @@ QUICK = {"length": 128, "samples": 64, "training_bytes": 1_000_000}
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Loss by slice with ``settings``."""
-    require_positive(length=settings.length, samples=settings.samples)
     check_length(lm, settings.length, "a row")
     data = getattr(lm, "data", None)
     if data is not None:
@@ -83,13 +82,11 @@ def evaluate_associative_recall(
     Args:
         training_tokens: the training text, int [N], in which n-grams are counted.
         frequent_share: an n-gram with a larger share of the training text is no AR-Hit.
-        samples: progress, limit and resumption.
 
     Returns:
         A row for each row of text: ``loss``, and the sum and count of each slice. ``about`` has ``frequent_above``, the
         number of occurrences above which an n-gram is frequent.
     """
-    require_positive(n=n, frequent_share=frequent_share)
     vocab_size = 1 + max(int(tokens.max(initial=0)) for tokens in (training_tokens, ids.numpy()))
     threshold = round(frequent_share * len(training_tokens))
     frequent = frequent_ngrams(training_tokens, n, threshold=threshold, vocab_size=vocab_size)

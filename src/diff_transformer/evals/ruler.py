@@ -12,8 +12,11 @@ words and the text (``data/ruler.py``). The harness's own tasks, which download 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Annotated
 
-from diff_transformer.checks import require_known, require_positive
+from pydantic import Field
+
+from diff_transformer.checks import require_known
 from diff_transformer.data.ruler import TASKS, Material, longest, material, score
 from diff_transformer.data.ruler import Sample as Drawn
 from diff_transformer.data.seeding import evaluation_rng
@@ -23,6 +26,7 @@ from diff_transformer.evals.lm import CausalLM, check_length, haystack, rows_at_
 from diff_transformer.evals.prompts import check_template, special_spellings, template_details, templated
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.settings import PositiveInt, Seed
 
 
 @dataclass(frozen=True)
@@ -30,13 +34,13 @@ class Settings:
     """Tasks, lengths and text."""
 
     # Tasks, by their published names; "qa" asks questions of `data`.
-    tasks: tuple[str, ...] = tuple(name for name in TASKS if name != "qa")
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = tuple(name for name in TASKS if name != "qa")
     # Tokens of prompt and answer together, in the model's own tokenizer.
-    length: int = 4096
+    length: PositiveInt = 4096
     # Several lengths in one run, instead of length.
-    lengths: tuple[int, ...] = ()
+    lengths: tuple[PositiveInt, ...] = ()
     # Prompts for each task and length; the published number is 500.
-    samples: int = 50
+    samples: PositiveInt = 50
     # Text of the haystacks, and words of keys and lists: "python", a text file, JSON lines, parquet or a folder.
     corpus: str = "python"
     # Text to use: "held-out", "all", or "auto", as of `needle`.
@@ -46,7 +50,7 @@ class Settings:
     # Ask through the tokenizer's chat template.
     chat_template: bool = False
     # Seed of all draws.
-    seed: int = 0
+    seed: Seed = 0
 
 
 QUICK = {"length": 512, "tasks": ("niah_single_1", "niah_multikey_1", "vt"), "samples": 4}
@@ -71,7 +75,6 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     for name in settings.tasks:
         require_known("task of RULER", name, TASKS)
     lengths = lengths_of(settings)
-    require_positive(length=min(lengths), samples=settings.samples)
     check_template(lm.tokenizer, settings.chat_template)
     check_length(lm, max(lengths), "the longest prompt with its answer")
     filler, part = haystack(lm, settings, max(lengths))

@@ -1,7 +1,6 @@
 """What a command will do, how much and about how long: printed before it starts, and alone with ``--dry-run``."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +75,6 @@ def amount(plan: Plan, name: str) -> tuple[int | None, int | None]:
     By ``amount(settings)`` of the experiment's module, else by its settings ``samples`` and ``length``.
     """
     settings: Any = settings_for(plan, name)
-    samples = getattr(settings, "samples", None)
-    if plan.limit is not None and samples is not None:
-        settings = replace(settings, samples=min(samples, plan.limit))
     if hasattr(experiment(name), "amount"):
         return experiment(name).amount(settings)
     prompts, length = getattr(settings, "samples", None), getattr(settings, "length", None)

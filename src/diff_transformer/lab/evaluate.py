@@ -21,7 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from diff_transformer.checks import differences, read_json, require_known, require_seed
+from diff_transformer.checks import differences, read_json, require_known
 from diff_transformer.durable import require_writable, write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm, settings_of_lm
@@ -31,7 +31,6 @@ from diff_transformer.lab.record import Record, records_of
 from diff_transformer.lab.rows import ENDING, REQUEST, Rows, rows_of, write_rows
 from diff_transformer.lab.user_code import load_file
 from diff_transformer.model.card import label_of
-from diff_transformer.model.loading import fingerprint
 from diff_transformer.settings import build, parse
 
 if TYPE_CHECKING:
@@ -98,9 +97,7 @@ def settings_of(
     given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in known)}
     given |= dict(parse(assignment) for assignment in assignments)
     values = (dict(getattr(module, "QUICK", {})) if quick else {}) | given
-    settings = build(module.Settings, values, f"{name}.")
-    require_seed(f"{name}.seed", values.get("seed"))
-    return settings
+    return build(module.Settings, values, f"{name}.")
 
 
 def run_eval(
@@ -110,7 +107,6 @@ def run_eval(
     out: Path | str,
     *,
     quick: bool = False,
-    limit: int | None = None,
     bar: "Bar | None" = None,
     identity: tuple[str, int, str] | None = None,
 ) -> Record:
@@ -123,7 +119,6 @@ def run_eval(
         settings: what differs from the experiment's defaults, by name, as ``{"samples": 20}``; or its ``Settings``.
         out: file to write (``.jsonl.gz``), which ``load_records`` and ``diff-transformer report`` read.
         quick: start from the experiment's quick settings, for small models, where ``settings`` are given by name.
-        limit: most samples of each part.
         identity: side, training seed and setting of the model; by default those of the training run that wrote its
             folder, else its name.
 
@@ -139,27 +134,20 @@ def run_eval(
         raise UserError(f"{out} does not end with {ENDING}, as files of rows do; choose another name")
     if out.exists():
         raise UserError(f"{out} exists; choose another file")
-    require_installed(name)
     if isinstance(settings, Mapping):
         settings = settings_of(name, dict(settings), quick=quick)
     settings = build(module.Settings, asdict(settings), f"{name}.")
+    if lm is None and _needs_model(name):
+        raise UserError(f"{name} measures a model; give its folder, a name on the hub, a preset or a CausalLM")
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
-    about = _about(lm)
-    result = module.run(lm, settings, Samples(limit, bar))
-    facts = provenance(**settings_of_lm(lm), **asdict(settings)) | result.about | about
-    who = identity or _identity("" if lm is None else lm.name, about.get("path", ""))
+    model = settings_of_lm(lm)  # before an experiment can change it
+    result = module.run(lm, settings, Samples(bar))
+    facts = provenance(**asdict(settings)) | result.about | model
+    who = identity or _identity("" if lm is None else lm.name, model.get("path", ""))
     rows = [*rows_of(result.experiment, result.rows, facts, *who)]
     write_rows(out, rows)
     return records_of(Rows(rows))[0]
-
-
-def _about(lm: "CausalLM | None") -> dict[str, Any]:
-    """Path, fingerprint of the weights and dtype of a model."""
-    if not hasattr(lm, "model"):
-        return {}
-    dtype = str(lm.model.dtype).removeprefix("torch.")
-    return {"path": getattr(lm, "path", ""), "weights": fingerprint(lm.model), "dtype": dtype}
 
 
 def _identity(name: str, path: str) -> tuple[str, int, str]:
@@ -185,7 +173,7 @@ class Plan:
         models: folders, names on the hub or presets.
         options: settings by name, for every experiment that has them; None leaves the experiment's default.
         assignments: ``"field=value"`` of ``--set``; with several experiments, ``"experiment.field=value"``.
-        quick, limit: as in ``settings_of`` and ``run_eval``.
+        quick: as in ``settings_of``.
         device, dtype, batch_size: as in ``load_lm``.
     """
 
@@ -194,7 +182,6 @@ class Plan:
     options: dict[str, Any] = field(default_factory=dict)
     assignments: Sequence[str] = ()
     quick: bool = False
-    limit: int | None = None
     device: str | None = None
     dtype: str | None = None
     batch_size: int = 32
@@ -249,14 +236,12 @@ def run_suite(
         bar: makes the progress bar of one experiment on one model from its title.
 
     Raises:
-        UserError: before anything runs, for unknown names, settings or models, an extra that is missing, or an ``out``
-            that is not empty and not to be resumed, or holds a run of another plan.
+        UserError: before anything runs, for unknown names, settings or models, or an ``out`` that is not empty and not
+            to be resumed, or holds a run of another plan.
     """
     for name in plan.names:
         settings_for(plan, name)
     check_models(plan)
-    if len(plan.names) == 1:
-        require_installed(plan.names[0])
     labels = labels_of(plan.models)
     open_folder(out, plan, resume)
     outcomes: list[Outcome] = []
@@ -273,7 +258,7 @@ def run_suite(
                     lm.name = str(label)
                 show = bar(f"{name} {label or ''}".strip()) if bar else None
                 settings = settings_for(plan, name)
-                record = run_eval(name, lm, settings, path, limit=plan.limit, bar=show)
+                record = run_eval(name, lm, settings, path, bar=show)
                 outcomes.append(Outcome(name, label, path, record))
             except Exception as error:
                 if len(plan.names) == 1:
@@ -300,11 +285,6 @@ def labels_of(models: Sequence[str]) -> list[str]:
 
 def _needs_model(name: str) -> bool:
     return getattr(experiment(name), "NEEDS_MODEL", True)
-
-
-def require_installed(name: str) -> None:
-    """Raise RuntimeError if the experiment needs an extra that is not installed."""
-    getattr(experiment(name), "require_installed", lambda: None)()
 
 
 def settings_for(plan: Plan, name: str) -> Any:

@@ -35,11 +35,12 @@ def whole_length(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def cost_of_bits(bits: int, column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """For each row of text, its loss with logits of so many bits minus that with the most."""
+    """For each row of text, its loss with logits of so many bits minus that with the most, if these are more."""
 
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
         wide = frame.pivot_table(index=list(UNIT), columns="bits", values=column, sort=False)
-        return wide.assign(cost=wide[bits] - wide[max(wide)] if bits in wide else np.nan).reset_index()
+        known = bits in wide and bits < max(wide)
+        return wide.assign(cost=wide[bits] - wide[max(wide)] if known else np.nan).reset_index()
 
     return of
 

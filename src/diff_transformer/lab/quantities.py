@@ -85,7 +85,6 @@ class Quantity:
         relative: compare by DIFF / Transformer - 1 instead of DIFF - Transformer.
         untested: why the rows of a baseline cannot test the claim; "" where they can.
         ours: the paper does not make the claim; it stands apart and never counts among the paper's.
-        computed: from the configuration, not measured.
         ends: columns with the ends of its interval, where the experiment gives one.
     """
 
@@ -105,7 +104,6 @@ class Quantity:
     relative: bool = False
     untested: Callable[[Rows, str], str] | None = None
     ours: bool = False
-    computed: bool = False
     ends: tuple[str, str] | None = None
 
     @property
@@ -170,9 +168,6 @@ class Quantity:
             int(seed): (of[columns].to_numpy(float), of[theirs].to_numpy(float)) for seed, of in both.groupby("seed")
         }
 
-    def why_untested(self, rows: Rows, other: str) -> str:
-        return self.untested(rows, other) if self.untested else ""
-
 
 # ---- what a Transformer cannot test
 
@@ -223,8 +218,8 @@ def _outlier(kind: str, name: str) -> list[Quantity]:
     ]  # fmt: skip
 
 
-def _of_model(id: str, name: str, unit: str = "", computed: bool = True) -> Quantity:
-    return Quantity(id, name, unit, "", "model", (id,), computed=computed)
+def _of_model(id: str, name: str, unit: str = "") -> Quantity:
+    return Quantity(id, name, unit, "", "model", (id,))
 
 
 def _order(kind: str, words: str) -> Quantity:

@@ -36,7 +36,6 @@ class Difference:
         p: two-sided p-value of the paired t-test against the threshold, with the interval's variance; None below three
             seeds.
         flips: p-value of the exact test by sign flips over seeds; with n seeds it is at least 2 / 2^n.
-        variance: the part of the interval's variance that is over examples, which more seeds do not lower.
     """
 
     mean: float
@@ -47,7 +46,6 @@ class Difference:
     examples: int
     p: float | None = None
     flips: float | None = None
-    variance: float = 0.0
 
     @property
     def seeds(self) -> int:
@@ -92,7 +90,7 @@ def paired(
     over = "seeds and examples" if draws is not None else "seeds"
     flips = sign_flips(values - threshold)
     p = _p_value(mean - threshold, error, freedom) if error else flips
-    return Difference(mean, mean - half, mean + half, over, by_seed, examples, p, flips, variance)
+    return Difference(mean, mean - half, mean + half, over, by_seed, examples, p, flips)
 
 
 def _draws(count: int):

@@ -97,7 +97,8 @@ def _judge(rows: Rows, quantity: Quantity, ours: str, other: str, gone: set) -> 
             {seed: pairs[seed] for seed in known}, quantity.reduce, relative=quantity.relative,
             bootstrap=quantity.bootstrap, threshold=quantity.threshold,
         )  # fmt: skip
-    untested = quantity.why_untested(rows, other) or _other_settings(rows, quantity.experiment, ours, other)
+    untested = quantity.untested(rows, other) if quantity.untested else ""
+    untested = untested or _other_settings(rows, quantity.experiment, ours, other)
     lost = sorted({seed for side, seed in gone if side in (ours, other)})
     if lost:  # the remaining seeds are not a fair sample
         untested = f"training diverged with seed{'s' * (len(lost) > 1)} {', '.join(map(str, lost))}"

@@ -47,6 +47,9 @@ def _cell(cell: tuple[int, int]) -> tuple[int, int]:
     return cell
 
 
+Cell = Annotated[tuple[int, int], AfterValidator(_cell)]
+
+
 @dataclass(config=STRICT)
 class NeedleConfig:
     """Multi-needle documents in training (source "needles")."""
@@ -167,7 +170,7 @@ class EvaluationConfig:
     """The experiments that ``compare`` runs on each trained model."""
 
     # cells (N, R) of Table 2
-    needles: tuple[Annotated[tuple[int, int], AfterValidator(_cell)], ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
+    needles: tuple[Cell, ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
     needle_lengths: tuple[int, ...] = ()  # tokens of the prompts of Table 2; () for `data.length`
     samples: PositiveInt = 40  # prompts a cell, length and depth of Table 2
     allocation_needles: PositiveInt = 1  # needles in a prompt of Table 3
