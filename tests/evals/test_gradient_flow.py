@@ -128,18 +128,6 @@ def test_closed_forms_are_autograd_s(seed):
     assert max(errors.values()) < 1e-12
 
 
-def test_closed_forms_by_hand():
-    """One token attends to itself: both maps are 1, so only W_V, W_O and lambda have a gradient."""
-    x, g = torch.tensor([[2.0, 1.0]]), torch.tensor([[3.0, -1.0]])
-    eye = torch.eye(2)
-    weights = {**dict.fromkeys(("w_q1", "w_q2", "w_k1", "w_k2"), eye[:, :1]), "w_v": eye, "w_o": eye}
-    found = closed_forms(x, weights, torch.tensor(0.25), g, torch.ones(1, 1, dtype=torch.bool))
-    assert not any(found[name].any() for name in ("w_q1", "w_q2", "w_k1", "w_k2"))
-    torch.testing.assert_close(found["w_o"], 0.75 * x.T @ g)
-    torch.testing.assert_close(found["w_v"], 0.75 * x.T @ g)
-    assert found["lambda"].item() == pytest.approx(-(2 * 3 + 1 * -1))
-
-
 def test_sizes_are_those_of_the_model_s_own_gradients(ids):
     model = tiny()
     sizes = gradient_sizes(model, attention_weights(model), ids)

@@ -1,11 +1,10 @@
-"""The judges: what counts as a verdict, containment by hand, and the endpoint against a real server that misbehaves."""
+"""The judges: what counts as a verdict, containment by hand, and an endpoint that misbehaves."""
 
-import json
 import re
-import threading
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
-import openai._base_client
+import httpx
+import openai
 import pytest
 
 from diff_transformer.data.tasks.types import GroundedItem
@@ -23,53 +22,26 @@ ASKED = GroundedItem("question", "Rome lies on the Tiber.", "Where does Rome lie
 SUMMED = GroundedItem("summary", "The old mill by the river burned down on Monday, and nobody was hurt.")
 
 
-def said(text) -> tuple[int, bytes]:
-    """An ordinary reply."""
-    return 200, json.dumps({"choices": [{"message": {"role": "assistant", "content": text}}]}).encode()
-
-
-class Server:
-    """A chat endpoint on loopback that returns the given replies in order and then repeats the last one."""
-
-    def __init__(self):
-        self.replies, self.requests, self.headers = [said("yes")], [], []
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_POST(self):
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.headers.append({"path": self.path, **self.headers})
-                outer.requests.append(body)
-                reply = outer.replies[min(len(outer.requests), len(outer.replies)) - 1]
-                status, data = reply
-                self.send_response(status)
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            def log_message(self, *args):
-                pass
-
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.server.daemon_threads = True
-        self.thread = threading.Thread(target=self.server.serve_forever, args=(0.01,), daemon=True)
-        self.thread.start()
-        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
-
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
-
-
 @pytest.fixture
-def server(monkeypatch):
-    monkeypatch.setenv("no_proxy", "*")
-    monkeypatch.setattr(openai._base_client, "INITIAL_RETRY_DELAY", 0.01)
-    running = Server()
-    monkeypatch.setenv("OPENAI_BASE_URL", running.url)
+def endpoint(monkeypatch):
+    """A chat endpoint that gives ``reply``: a text, None for no choice, or an error."""
+    asked = SimpleNamespace(reply="yes", requests=[])
+
+    def create(self, **request):
+        asked.requests.append(request)
+        if isinstance(asked.reply, Exception):
+            raise asked.reply
+        choices = [] if asked.reply is None else [SimpleNamespace(message=SimpleNamespace(content=asked.reply))]
+        return SimpleNamespace(choices=choices)
+
     monkeypatch.setenv("OPENAI_API_KEY", SECRET)
-    yield running
-    running.close()
+    monkeypatch.setattr(openai.resources.chat.completions.Completions, "create", create)
+    return asked
+
+
+def refusal(status, text):
+    response = httpx.Response(status, request=httpx.Request("POST", "http://here"), text=text)
+    return openai.APIStatusError(f"status {status}", response=response, body=None)
 
 
 @pytest.mark.parametrize(
@@ -135,13 +107,11 @@ def test_a_summary_must_take_its_words_from_the_source(output, answer, why):
     assert why in verdict.why
 
 
-def test_a_reply_comes_with_the_key_from_the_right_address(server):
+def test_the_endpoint_is_asked_with_the_prompt_and_its_options(endpoint):
     assert make_judge("endpoint:judge-1")(ASKED, "x").answer == "yes"
-    assert server.headers[0]["path"] == "/v1/chat/completions"
-    assert server.headers[0]["authorization"] == f"Bearer {SECRET}"
-    assert server.requests[0] == {
-        "model": "judge-1", "messages": [{"role": "user", "content": judge_prompt(ASKED, "x")}], "temperature": 0,
-        "max_tokens": 16,
+    assert endpoint.requests[0] == {
+        "model": "judge-1", "messages": [{"role": "user", "content": judge_prompt(ASKED, "x")}],
+        "extra_body": {"temperature": 0, "max_tokens": 16},
     }  # fmt: skip
 
 
@@ -151,18 +121,14 @@ def test_a_client_without_its_package_names_the_extra(monkeypatch):
         make_judge("endpoint:judge-1")
 
 
-@pytest.mark.parametrize(
-    "reply", [said("hm"), said(""), (200, b'{"choices": []}'), (400, b'{"error": "content_filter"}')]
-)
-def test_a_reply_without_a_verdict_is_undecided(server, reply):
-    server.replies = [reply]
+@pytest.mark.parametrize("reply", ["hm", "", None, refusal(400, '{"error": "content_filter"}')])
+def test_a_reply_without_a_verdict_is_undecided(endpoint, reply):
+    endpoint.reply = reply
     assert make_judge("endpoint:m")(ASKED, "x").answer == "undecided"
 
 
-def test_an_endpoint_is_asked_again_and_its_refusals_are_told(server):
-    server.replies = [(503, b""), (429, b""), said("no")]
-    assert make_judge("endpoint:m")(ASKED, "x").answer == "no"
-    server.replies = [(401, b'{"error": "no such key"}')]
+def test_a_refusal_of_the_endpoint_is_told_without_the_key(endpoint):
+    endpoint.reply = refusal(401, '{"error": "no such key"}')
     with pytest.raises(UserError, match=r"endpoint:m: .*no such key") as refused:
         make_judge("endpoint:m")(ASKED, "x")
     assert SECRET not in str(refused.value)

@@ -139,15 +139,6 @@ def test_a_model_beside_the_tapped_one_is_left_alone(family, ids):
     assert len(seen) == 2
 
 
-def test_taps_nest(family, ids):
-    model, outer, inner = make(family), [], []
-    with tapped_attention(model, outer.append):
-        with tapped_attention(model, inner.append):
-            model(ids)
-        model(ids)
-    assert (len(outer), len(inner)) == (4, 2)
-
-
 def test_models_that_cannot_be_looked_into_are_refused_clearly(ids):
     with (
         pytest.raises(ValueError, match="Linear has neither this package's attention nor transformers'"),

@@ -4,7 +4,6 @@ import pytest
 import torch
 from numbers_of import measured
 from tiny_models import tiny_lm
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.documents import Document
@@ -79,21 +78,6 @@ def test_a_book_needs_one_token_more_than_positions():
     result = evaluate_long_nll(make_lm(), books, Settings(length=20))
     assert [*books_of(result)] == ["just enough"]
     assert sum(row["count"] for row in result.rows) == 20
-
-
-def test_any_model_and_a_beginning_of_text_token():
-    from tokenizers.processors import TemplateProcessing
-
-    sizes = {"vocab_size": 258, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
-    tokenizer = byte_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
-        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 256)]
-    )
-    config = LlamaConfig(**sizes, intermediate_size=32, bos_token_id=256, eos_token_id=256)
-    lm = CausalLM(LlamaForCausalLM(config), tokenizer, "llama")
-    result = evaluate_long_nll(lm, BOOKS[:1], Settings(length=8))
-    ids = torch.tensor([[256, *BOOKS[0].text.encode()[:8]]])
-    assert sum(row["sum"] for row in result.rows) / 8 == pytest.approx(lm.token_losses(ids).mean().item(), abs=1e-5)
 
 
 @pytest.mark.parametrize(

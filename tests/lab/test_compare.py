@@ -128,7 +128,9 @@ def test_time_ends_with_everything_saved_and_the_page_is_made_later(finished, se
     (tmp_path / "whole" / "report.html").unlink()
     monkeypatch.setattr("diff_transformer.report.page.require_installed", lambda: pytest.fail("asked for the extra"))
     assert compare(config, tmp_path / "whole", resume=True, report=False) == {}
-    assert "diff-transformer report " in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "0 runs: 0 tokens of training\n" in said  # what is finished is not announced again
+    assert "diff-transformer report " in said
     assert not (tmp_path / "whole" / "report.html").exists()
     monkeypatch.undo()
     assert "<h1>DIFF against" in write_report([tmp_path / "whole"], tmp_path / "page.html").read_text()

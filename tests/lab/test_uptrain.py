@@ -3,6 +3,7 @@
 import json
 import shutil
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ SIZES = {
 }  # fmt: skip
 ODD = {"hidden_size": 36, "num_attention_heads": 9, "num_key_value_heads": 3}  # of SmolLM2-135M, which form no pairs
 ARMS = ("diff", "softmax", "diff_v2", "wider")
+MINE = Path(__file__).parents[2] / "examples" / "my_experiment.py"
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +69,7 @@ def settings(texts):
             "evaluation.needles=[[1,1]]", "evaluation.samples=1",
             "evaluation.allocation_samples=1", "evaluation.loss_rows=2", "evaluation.outlier_rows=2",
             "evaluation.throughput_repeats=1",
-            'evaluation.more={"long_nll":{"samples":2},"gradient_flow":{"samples":1}}',
+            f'evaluation.more={{"long_nll":{{"samples":2}},"gradient_flow":{{"samples":1}},"{MINE}":{{"samples":2}}}}',
         ],
     )  # fmt: skip
 
@@ -112,7 +114,7 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
     assert [line["validation_loss"] for line in first] == pytest.approx([first[1]["validation_loss"]] * 4, abs=1e-5)
     records = {record.side: record for record in records_of(read_comparison(out))}
     assert {*records} == {*ARMS, "source"}
-    assert {"long_nll", "gradient_flow"} <= {*records["source"].rows.experiments}
+    assert {"long_nll", "gradient_flow", "my_experiment"} <= {*records["source"].rows.experiments}
     assert not (out / "members" / "source-seed0" / "run").exists()
     assert {other for of in verdicts.values() for other in of} == {"softmax", "wider"}
     for side, values in (("softmax", verdicts["loss"]["softmax"]), ("wider", verdicts["loss"]["wider"])):

@@ -10,6 +10,7 @@ from rich.console import Console
 from diff_transformer.errors import UserError
 from diff_transformer.lab.rows import Rows, row
 from diff_transformer.report import figures
+from diff_transformer.report.charts import names_of
 from diff_transformer.report.explorer import examples
 from diff_transformer.report.page import judged, render, terminal_table, write_picture, write_report
 from diff_transformer.report.tables import markdown
@@ -230,6 +231,13 @@ def test_a_model_from_elsewhere_is_no_counterpart():
 def test_results_without_a_claim_of_the_paper_have_a_page():
     only_recall = [each for each in comparison() if each["experiment"] in ("recall", "about")]
     assert "No claim of the paper could be judged." in render(Rows(only_recall))
+
+
+def test_sides_of_one_name_are_told_apart():
+    assert names_of(["diff_norm1", "v1_published", "softmax"]) == {
+        "diff_norm1": "DIFF as published (diff_norm1)", "v1_published": "DIFF as published (v1_published)",
+        "softmax": "Transformer",
+    }  # fmt: skip
 
 
 def test_scores_beyond_one_and_texts_are_drawn_as_they_are():

@@ -33,7 +33,8 @@ def announced_runs(specs: Sequence[RunSpec], *, here: bool = True) -> str:
         spec.config.train.steps * spec.config.train.batch_size * spec.config.data.length * (spec.side != SOURCE)
         for spec in specs
     ]
-    words = f"{len(specs)} run{'s' * (len(specs) != 1)} ({shown}): {sum(tokens):,} tokens of training"
+    named = f" ({shown})" if specs else ""
+    words = f"{len(specs)} run{'s' * (len(specs) != 1)}{named}: {sum(tokens):,} tokens of training"
     if here and specs:
         flops = (training_flops(spec.config) * count for spec, count in zip(specs, tokens, strict=True))
         words += f", {about(sum(flops))}"

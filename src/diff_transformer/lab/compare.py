@@ -136,7 +136,8 @@ def compare(
     run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
     specs = comparison_specs(config, sides, seeds, run)
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
-    console.print(announced_runs(specs, here=executor is None), soft_wrap=True)
+    left = [spec for folder, spec in runs.items() if not finished(folder)]
+    console.print(announced_runs(left, here=executor is None), soft_wrap=True)
     if dry_run:
         return {}
     _prepare(config, out, runs, resume, drawn=start is None)

@@ -20,7 +20,7 @@ from typing import Any
 
 from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.lab.evaluate import experiment, run_eval, settings_of
+from diff_transformer.lab.evaluate import experiment, label_of_experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
 from diff_transformer.lab.record import Record, load_run
 from diff_transformer.lab.rows import ENDING, EXPLORER, FILE, RECALL, read_file, row, write_rows
@@ -113,7 +113,7 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
     own = CausalLM(trained.model, trained.tokenizer, spec.name, data=data)
     settings = {**settings_of_run(config), **more_experiments(config)}
     for name in spec.measure:
-        path = folder / PARTS / f"{name}{ENDING}"
+        path = folder / PARTS / f"{label_of_experiment(name)}{ENDING}"
         if path.exists():
             continue
         write_status(folder, f"measuring {name}", config.train.steps)

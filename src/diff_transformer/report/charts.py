@@ -279,5 +279,6 @@ def picture(panels: Sequence[Panel], sides: Sides, columns: int = 3) -> str:
 
 
 def names_of(sides: Sequence[str]) -> Sides:
-    """Names of the sides, in their order."""
-    return {side: name_of(side) for side in sides}
+    """Names of the sides, in their order; sides of one name have their own behind it."""
+    names = [name_of(side) for side in sides]
+    return {s: f"{name} ({s})" if names.count(name) > 1 else name for s, name in zip(sides, names, strict=True)}
