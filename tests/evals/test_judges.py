@@ -2,8 +2,8 @@
 
 import re
 from types import SimpleNamespace
+from typing import Any
 
-import httpx
 import openai
 import pytest
 
@@ -40,7 +40,7 @@ def endpoint(monkeypatch):
 
 
 def refusal(status, text):
-    response = httpx.Response(status, request=httpx.Request("POST", "http://here"), text=text)
+    response: Any = SimpleNamespace(status_code=status, text=text, request=None, headers={})
     return openai.APIStatusError(f"status {status}", response=response, body=None)
 
 
