@@ -4,10 +4,8 @@ import subprocess
 import sys
 
 import pytest
-import torch
 from command_line import cli
 from tiny_models import save_tiny_model, tiny_model
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import diff_transformer
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -138,17 +136,6 @@ def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(m
     assert needle.record is None
     assert "99999" in needle.error
     assert outliers.record.rows.about("outliers")["tokens"] == 64
-
-
-def test_convert_llama_and_back(tmp_path):
-    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1}
-    llama = LlamaForCausalLM(LlamaConfig(**sizes, num_attention_heads=4)).eval()
-    llama.save_pretrained(tmp_path / "llama")
-    assert cli("convert", tmp_path / "llama", "--out", tmp_path / "ours").returncode == 0
-    back = cli("convert", tmp_path / "ours", "--to", "llama", "--out", tmp_path / "back")
-    assert back.returncode == 0, back.stderr
-    ids = torch.randint(0, 64, (1, 8))
-    assert torch.equal(LlamaForCausalLM.from_pretrained(tmp_path / "back").eval()(ids).logits, llama(ids).logits)
 
 
 @pytest.mark.parametrize(

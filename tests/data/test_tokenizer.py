@@ -6,11 +6,13 @@ import pytest
 from tiny_models import GLM, bos_tokenizer
 from transformers import AutoTokenizer
 
+from diff_transformer.data import tokenizer as tokenizer_module
 from diff_transformer.data.tokenizer import (
     MIN_VOCAB_SIZE,
     byte_tokenizer,
     encode,
     encode_all,
+    encode_each,
     leading_ids,
     load_tokenizer,
     token_spans,
@@ -47,6 +49,17 @@ def test_encoding_many_is_encoding_each(any_tokenizer):
     for ids, text in zip(encode_all(any_tokenizer, TEXTS), TEXTS, strict=True):
         np.testing.assert_array_equal(ids, encode(any_tokenizer, text))
     assert any_tokenizer("<|endoftext|>")["input_ids"] == [any_tokenizer.eos_token_id]
+
+
+@pytest.mark.parametrize("size", [1, 7, 40, 1000])
+def test_texts_in_pieces_have_the_tokens_of_the_whole(any_tokenizer, documents, monkeypatch, size):
+    monkeypatch.setattr(tokenizer_module, "_AT_ONCE", size)
+    texts = {"prose": documents[0].text[:3000], **{text: text for text in TEXTS}}
+    found = dict(encode_each(any_tokenizer, texts.items()))
+    assert [*found] == [*texts]
+    for key, text in texts.items():
+        np.testing.assert_array_equal(found[key], encode(any_tokenizer, text))
+    assert max(len(piece) for piece, _ in tokenizer_module._pieces(texts["prose"])) < size + 100
 
 
 def test_a_trained_tokenizer_splits_numbers_into_digits(tokenizer):

@@ -9,7 +9,6 @@ from typer.testing import CliRunner
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.cli import app
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.errors import UserError
 from diff_transformer.model.presets import preset
 
 
@@ -52,15 +51,3 @@ def test_a_preset_says_that_it_is_untrained(run):
     assert out.exit_code == 0
     assert "debug is a preset: an untrained model" in out.stderr
     assert out.stdout.startswith("hello")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (["hello", "--dtype", "half"], UserError, "no dtype 'half'; there are: float32"),
-        (["hello", "--assistant", "/nowhere/m"], UserError, "/nowhere/m cannot be loaded"),
-    ],
-)
-def test_what_is_wrong_is_said(run, arguments, error, message):
-    with pytest.raises(error, match=message):
-        run(["generate", "debug", *arguments])

@@ -51,7 +51,7 @@ def test_a_core_finishes_the_heads_as_ours_does(cores, attention):
         torch.nn.init.normal_(parameter, std=0.5)
     theirs = cores.core_of(config, 1, None, "core")
     theirs.load_state_dict(ours.core.state_dict(), strict=False)
-    theirs.finish()
+    cores.finish(theirs)
     heads, x = config.heads, torch.randn(1, 5, 32)
     q, k, v = torch.randn(1, heads.queries, 5, 8), torch.randn(1, heads.keys, 5, 8), None
     v = torch.randn(1, heads.values, 5, heads.value_dim)
@@ -79,7 +79,7 @@ def test_a_core_is_whole_in_its_state_dict(cores, attention):
     source, copy = (cores.core_of(config, 1, None, "core") for _ in range(2))
     for parameter in source.parameters():
         torch.nn.init.normal_(parameter, std=0.5)
-    source.finish()
+    cores.finish(source)
     copy.load_state_dict(source.state_dict())
     out, hidden = torch.randn(5, config.heads.queries, config.heads.value_dim), torch.randn(5, 32)
     torch.testing.assert_close(copy(out, hidden), source(out, hidden), rtol=0, atol=0)

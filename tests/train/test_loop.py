@@ -122,7 +122,6 @@ def test_folders_are_never_overwritten(config, tmp_path):
     ("assignment", "message"),
     [
         ("data.tokenizer=bytes", None),
-        ("model.max_position_embeddings=64", "data.length is 96, more than model.max_position_embeddings 64"),
         ("data.corpus=/nowhere", "/nowhere"),
         ("train.precision=64-true", "backend='blockwise' is not available: it computes in float32 and bfloat16"),
     ],

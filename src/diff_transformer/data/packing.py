@@ -9,13 +9,11 @@ import numpy as np
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.seeding import training_rng
-from diff_transformer.data.tokenizer import encode_all, ids_of
+from diff_transformer.data.tokenizer import encode_each, ids_of
 from diff_transformer.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
-
-_DOCUMENTS_AT_ONCE = 64
 
 
 def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizerFast) -> np.ndarray:
@@ -30,11 +28,8 @@ def pack_documents(documents: Iterable[Document], tokenizer: PreTrainedTokenizer
     if end is None:
         raise UserError("the tokenizer has no eos_token to put between documents; set tokenizer.eos_token")
     dtype = np.uint16 if ids_of(tokenizer) <= 1 << 16 else np.uint32
-    documents, pieces = list(documents), []
-    for first in range(0, len(documents), _DOCUMENTS_AT_ONCE):
-        texts = [document.text for document in documents[first : first + _DOCUMENTS_AT_ONCE]]
-        for ids in encode_all(tokenizer, texts):
-            pieces.append(np.append(ids, end).astype(dtype))
+    texts = ((document.name, document.text) for document in documents)
+    pieces = [np.append(ids, end).astype(dtype) for _, ids in encode_each(tokenizer, texts)]
     return np.concatenate(pieces) if pieces else np.empty(0, dtype)
 
 

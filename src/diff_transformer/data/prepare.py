@@ -22,7 +22,7 @@ from pydantic.dataclasses import dataclass
 from diff_transformer.checks import differences
 from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.sources import SPLITS, Reader, Source, find_sources
-from diff_transformer.data.tokenizer import encode_all, ids_of, load_tokenizer, tokenizer_hash, train_tokenizer
+from diff_transformer.data.tokenizer import encode_each, ids_of, load_tokenizer, tokenizer_hash, train_tokenizer
 from diff_transformer.data.tokens import (
     PLAN,
     SHARDS,
@@ -39,7 +39,6 @@ from diff_transformer.errors import UserError
 from diff_transformer.settings import STRICT, PositiveInt
 
 MAX_TASKS = 64  # by default
-_BATCH = 1 << 20  # characters
 _MIN_SAMPLE = 65_536  # characters of each file in the sample
 _SHOWN = 8  # differences in a message, at most
 
@@ -209,26 +208,13 @@ def write_task(
     with ExitStack() as stack:
         partial = {split: stack.enter_context(replacing(shard(out, split, task))) for split in SPLITS}
         files = {split: stack.enter_context(partial[split].open("wb")) for split in SPLITS}
-        for batch in _batches(texts):
-            for (split, text), ids in zip(batch, encode_all(tokenizer, [text for _, text in batch]), strict=True):
-                side, tokens = record[split], np.append(ids, end).astype(dtype)
-                files[split].write(tokens.data)
-                side["tokens"] += len(tokens)
-                side["documents"] += 1
-                side["text_bytes"] += len(text.encode())
+        sized = (((split, len(text.encode())), text) for split, text in texts)
+        for (split, size), ids in encode_each(tokenizer, sized):
+            side, tokens = record[split], np.append(ids, end).astype(dtype)
+            files[split].write(tokens.data)
+            side["tokens"] += len(tokens)
+            side["documents"] += 1
+            side["text_bytes"] += size
     for split in SPLITS:
         record[split]["checksum"] = checksum(shard(out, split, task))
     write_whole(out / SHARDS / f"{task:05d}.json", json.dumps({**record, "left_out": left_out}, indent=1) + "\n")
-
-
-def _batches(texts: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Lists of (split, text), of about ``_BATCH`` characters."""
-    batch, size = [], 0
-    for pair in texts:
-        batch.append(pair)
-        size += len(pair[1])
-        if size >= _BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import numpy as np
 
@@ -23,8 +24,12 @@ PAD = "<|pad|>"
 SPECIAL_TOKENS = (END_OF_TEXT, PAD)
 _DIGITS = "0123456789"
 _BEFORE = "a"  # text before another
+_AT_ONCE = 1 << 20  # characters
+_CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=\S)")
 LONGEST_WORD = 256  # characters that training looks at together: its time grows with the square of a word's length
 MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)
+
+Key = TypeVar("Key")
 
 # Words, single digits, punctuation, each with the one space before it; then runs of white space.
 PIECES = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -147,6 +152,46 @@ def encode_all(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str], *, spec
     """:func:`encode` for many texts at once, on all cores."""
     encodings = _plain(tokenizer, special=special).encode_batch_fast(list(texts), add_special_tokens=False)
     return [np.array(encoding.ids, dtype=np.int64) for encoding in encodings]
+
+
+def encode_each(
+    tokenizer: PreTrainedTokenizerFast, texts: Iterable[tuple[Key, str]]
+) -> Iterator[tuple[Key, np.ndarray]]:
+    """:func:`encode` for any number of texts of any length, each with a key, in little memory.
+
+    About a million characters are encoded at a time. A longer text is cut between words or lines, where no token of a
+    byte-level tokenizer crosses.
+    """
+    parts: list[np.ndarray] = []
+    for batch in _batches((key, piece, last) for key, text in texts for piece, last in _pieces(text)):
+        encoded = encode_all(tokenizer, [piece for _, piece, _ in batch])
+        for (key, _, last), ids in zip(batch, encoded, strict=True):
+            parts.append(ids)
+            if last:
+                yield key, np.concatenate(parts)
+                parts = []
+
+
+def _pieces(text: str) -> Iterator[tuple[str, bool]]:
+    """A text in pieces of ``_AT_ONCE`` characters or a little more, and whether each is the last."""
+    start = 0
+    while cut := _CUT.search(text, start + _AT_ONCE):
+        yield text[start : cut.start()], False
+        start = cut.start()
+    yield text[start:], True
+
+
+def _batches(pieces: Iterable[tuple[Key, str, bool]]) -> Iterator[list[tuple[Key, str, bool]]]:
+    """Lists of pieces, of about ``_AT_ONCE`` characters."""
+    batch, size = [], 0
+    for piece in pieces:
+        batch.append(piece)
+        size += len(piece[1])
+        if size >= _AT_ONCE:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 def encode_inside(tokenizer: PreTrainedTokenizerFast, texts: Sequence[str]) -> list[np.ndarray]:

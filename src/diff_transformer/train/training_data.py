@@ -198,7 +198,7 @@ def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTra
         return load_tokenizer(data.tokenizer)
     size, texts = 0, []
     for document in corpus.train:
-        texts.append(document.text)
+        texts.append(document.text[:_TOKENIZER_BYTES])
         size += document.num_bytes
         if size > _TOKENIZER_BYTES:
             break

@@ -23,10 +23,6 @@ class SoftmaxCore(nn.Module):
         self.lam = TokenLambda(config.hidden_size, heads, 1, quantization, f"{prefix}.lam") if gated else None
         self.head_norm = HeadNorm(config.heads.value_dim, eps) if config.softmax_head_norm else None
 
-    def finish(self) -> None:
-        if self.head_norm is not None:
-            self.head_norm.finish()
-
     def queries(self, q: Tensor) -> Tensor:
         """``q [T, query heads * d]`` as the attention call takes it, before padding."""
         return q
@@ -56,11 +52,6 @@ class DiffCore(nn.Module):
         placement = torch.eye(2)[[0] * (self.group - 1) + [1]][:, :, None]
         self.register_buffer("placement", placement.to(torch.get_default_dtype()), persistent=False)
 
-    def finish(self) -> None:
-        self.lam.finish()
-        if self.head_norm is not None:
-            self.head_norm.finish()
-
     def queries(self, q: Tensor) -> Tensor:
         """``q [T, query heads * d]`` as ``[q1 | 0]`` and ``[0 | q2]``, ``[T, query heads * 2d]``."""
         grouped = q.view(q.shape[0], -1, self.group, 1, self.head_dim)
@@ -84,9 +75,6 @@ class DiffV2Core(nn.Module):
         heads, columns = config.heads.outputs, config.variant.sigmoids
         self.lam = TokenLambda(config.hidden_size, heads, columns, quantization, f"{prefix}.lam")
 
-    def finish(self) -> None:
-        """Nothing is derived."""
-
     def queries(self, q: Tensor) -> Tensor:
         return q
 
@@ -106,6 +94,13 @@ def core_of(config, layer_index: int, quantization, prefix: str) -> Core:
     if config.variant.maps == 1:
         return SoftmaxCore(config, quantization, prefix)
     return DiffV2Core(config, quantization, prefix) if config.variant.sigmoids else DiffCore(config, layer_index)
+
+
+def finish(model: nn.Module) -> None:
+    """Derive the buffers of all parts of ``model`` from their parameters, once these are loaded."""
+    for part in model.modules():
+        if isinstance(part, LearnedLambda | HeadNorm):
+            part.finish()
 
 
 class LearnedLambda(nn.Module):
@@ -135,9 +130,6 @@ class FixedLambda(nn.Module):
     def __init__(self, initial: float):
         super().__init__()
         self.register_buffer("negative", torch.tensor(-initial, dtype=torch.float32), persistent=False)
-
-    def finish(self) -> None:
-        """Nothing is derived."""
 
 
 class TokenLambda(nn.Module):

@@ -15,6 +15,7 @@ from vllm.model_executor.models.llama import LlamaDecoderLayer, LlamaForCausalLM
 from diff_transformer.serving.vllm import published
 from diff_transformer.serving.vllm.attention import Attention
 from diff_transformer.serving.vllm.checks import check_config, check_parallel
+from diff_transformer.serving.vllm.cores import finish
 
 
 class PolyNormMLP(nn.Module):
@@ -96,7 +97,5 @@ class DiffTransformerForCausalLM(LlamaForCausalLM):
         if getattr(self.config, "published", None):
             weights = published.conversion(self.config.published).tensors(weights)
         loaded = super().load_weights(weights)
-        for module in self.modules():
-            if isinstance(module, Attention):
-                module.core.finish()
+        finish(self)
         return loaded
