@@ -2,8 +2,11 @@
 
 import numpy as np
 import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import PreTrainedTokenizerFast
 
 from diff_transformer.data.documents import Document
+from diff_transformer.data.filler import Filler
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.tokenizer import train_tokenizer
 
@@ -34,3 +37,17 @@ def documents() -> list[Document]:
 @pytest.fixture(scope="session")
 def tokenizer(documents):
     return train_tokenizer([*(document.text for document in documents), *needle_texts(300)], 600)
+
+
+@pytest.fixture(scope="session")
+def joining(documents):
+    """A tokenizer whose tokens cross spaces, so that counting words one by one is wrong."""
+    backend, words = Tokenizer(models.BPE()), Filler(documents).words
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
+    backend.train_from_iterator(["".join(words[i : i + 10]) for i in range(0, 3000, 10)], trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")

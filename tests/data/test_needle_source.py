@@ -114,19 +114,6 @@ def test_errors(filler, tokenizer):
         NeedleSource(filler, tokenizer, length=2000, needles=(11,), digits=1)
 
 
-def test_a_tokenizer_that_joins_across_words_is_refused(filler):
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-    from transformers import PreTrainedTokenizerFast
-
-    backend = Tokenizer(models.BPE())
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    backend.decoder = decoders.ByteLevel()
-    texts = ["".join(filler.words[i : i + 10]) for i in range(0, 3000, 10)]
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=600, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
-    joining = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>")
+def test_a_tokenizer_that_joins_across_words_is_refused(filler, joining):
     with pytest.raises(ValueError, match="joins tokens across"):
         NeedleSource(filler, joining, length=800)

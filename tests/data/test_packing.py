@@ -71,8 +71,8 @@ def test_without_shuffling_the_corpus_comes_in_order():
 
 
 def test_errors(tokenizer):
-    with pytest.raises(ValueError, match="7 tokens, less than one window of 8; give more text"):
-        _corpus(length=8, tokens=7)
+    with pytest.raises(ValueError, match="the held-out side has 7 tokens, less than one window of 8; give more text"):
+        _corpus(length=8, tokens=7, name="the held-out side")
     with pytest.raises(ValueError, match="length must be at least 2"):
         _corpus(length=1)
     bare = byte_tokenizer()

@@ -86,7 +86,7 @@ def test_the_command_says_what_was_made_and_what_comes_next(tmp_path, rows, caps
     run_prepare(list(rows.sources), tmp_path / "out", {"tokenizer": "bytes", "validation": 0.2})
     said = capsys.readouterr().out
     assert "validation: " in said
-    assert f"diff-transformer train --set data.corpus={tmp_path / 'out'} --out RUN" in said
+    assert f"data.corpus={tmp_path / 'out'} --set 'data.mixture={{\"text\": 1}}' --out RUN" in said
 
 
 def test_progress_counts_the_bytes_of_the_input(tmp_path, rows):

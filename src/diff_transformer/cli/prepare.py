@@ -50,7 +50,7 @@ def run_prepare(
         prepare(config, out, resume=resume, progress=show)
     print(describe(out))
     print(f"prepared: {out}; to train on it:")
-    print(f"diff-transformer train --set data.corpus={out} --out RUN")
+    print(f"diff-transformer train --set data.corpus={out} --set 'data.mixture={{\"text\": 1}}' --out RUN")
 
 
 def run_verify(folder: Path) -> None:

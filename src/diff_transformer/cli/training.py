@@ -122,14 +122,14 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
         plan = resolve(config, world_size())
         return print(describe(plan)) if is_first() else None
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:
-        task = bar.add_task("training", total=config.train.steps)
+        task = bar.add_task("training", total=config.train.steps, visible=False)  # until it has begun
 
         def show(step: int, values: dict):
             described = f"loss {values['loss']:.3f}" if "loss" in values else None
-            bar.update(task, completed=step, description=described)
+            bar.update(task, completed=step, description=described, visible=True)
 
         trained = run(config, out, resume=resume, progress=show, announce=bar.console.print)
-        bar.update(task, completed=config.train.steps)  # a finished run that is resumed takes no step
+        bar.update(task, completed=config.train.steps, visible=True)  # a finished run that is resumed takes no step
     if is_first():
         print(f"model: {trained.folder / 'model'}")
 

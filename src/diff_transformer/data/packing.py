@@ -41,14 +41,16 @@ class PackedCorpus:
     evaluation, every epoch is the corpus in order from its first token.
 
     Raises:
-        UserError: for a length below 2, or fewer tokens than one window.
+        UserError: for a length below 2, or fewer tokens than one window; the message calls the corpus ``name``.
     """
 
-    def __init__(self, tokens: Any, length: int, *, seed: int = 0, shuffle: bool = True):
+    def __init__(self, tokens: Any, length: int, *, seed: int = 0, shuffle: bool = True, name: str = "the corpus"):
         if length < 2:
             raise UserError(f"length must be at least 2 (a token and the one it predicts), got {length}")
         if len(tokens) < length:
-            raise UserError(f"the corpus has {len(tokens)} tokens, less than one window of {length}; give more text")
+            raise UserError(
+                f"{name} has {len(tokens)} tokens, less than one window of {length}; give more text or a smaller length"
+            )
         self.tokens = tokens  # [N], an array in memory or ``tokens.Shards``
         self.length = length
         self.seed = seed

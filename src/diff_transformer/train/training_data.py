@@ -151,7 +151,8 @@ def load_text(
         corpus, tokenizer = decoded_corpus(name), load_prepared_tokenizer(name)
         train, validation = (Shards(name, side) for side in SPLITS)
     rows = PackedCorpus(train, length, seed=seed)
-    return corpus, tokenizer, rows, PackedCorpus(validation, length, shuffle=False)
+    held_out = PackedCorpus(validation, length, shuffle=False, name="the held-out side of the corpus")
+    return corpus, tokenizer, rows, held_out
 
 
 def _tokens(documents: list[Document], tokenizer: "PreTrainedTokenizerFast") -> np.ndarray:
