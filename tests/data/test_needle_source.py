@@ -62,7 +62,7 @@ def test_the_context_and_question_are_those_of_the_evaluation(filler, tokenizer)
     """A row of one question is an evaluation prompt, its completion and the end of the text."""
     source = NeedleSource(filler, tokenizer, length=160, questions_per_document=1)
     made = _text(source, source.rows(0, 1)[0][0])
-    example = make_needle_example(evaluation_rng(0), filler, tokenizer, length=150, needles=2, queries=1)
+    example = make_needle_example(evaluation_rng(0), filler, tokenizer, length=150, needles=2, queries=1, depth=0.5)
     pattern = r"( [^\n]*)\nQuestion: What (is|are) the magic numbers? of [\w, ]+\? Answer: \w+ is \d+(, \w+ is \d+)*\."
     assert re.fullmatch(pattern + re.escape("<|endoftext|>"), made)
     assert re.fullmatch(pattern, example.prompt + example.expected_completion)

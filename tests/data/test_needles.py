@@ -28,7 +28,7 @@ def filler(documents):
 
 
 def _example(filler, tokenizer, index=0, **options):
-    settings = {"length": 400, "needles": 4, "queries": 2} | options
+    settings = {"length": 400, "needles": 4, "queries": 2, "depth": 0.5} | options
     return make_needle_example(evaluation_rng(0, index), filler, tokenizer, **settings)
 
 

@@ -1,6 +1,7 @@
 """Texts of files, folders and data sets, their side of the split, and corpora in memory."""
 
 import gzip
+import itertools
 import json
 import os
 
@@ -77,6 +78,13 @@ def test_rows_of_a_set_on_the_hub_are_streamed_and_shared(monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: 1 / 0)
     with pytest.raises(UserError, match=r"hub:a/b cannot be read after row 0 \(ZeroDivisionError"):
         read("hub:a/b")
+
+
+def test_a_set_on_the_hub_is_read_as_far_as_it_is_used(monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.IterableDataset.from_generator(lambda: ({"text": f"row {i} " * 9} for i in itertools.count()))
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    assert sum(document.num_bytes for document in load_corpus("hub:acme/set", max_bytes=2000).train) == 2000
 
 
 def test_rows_are_held_out_by_a_hash_of_their_text(tmp_path):

@@ -56,7 +56,7 @@ def test_bad_overrides_are_refused(assignment, message):
 
 @pytest.mark.parametrize(
     "assignment",
-    ["train.steps=0", "train.batch_size=-1", "data.length=0", "optim.lr=0", "evaluation.samples=0", "train.threads=-1",
+    ["train.steps=0", "train.batch_size=-1", "data.length=1", "optim.lr=0", "evaluation.samples=0", "train.threads=-1",
      "optim.weight_decay=-0.1", "data.recall.pairs=0", "optim.eps=-1", "optim.betas=[1.5,2]", "train.seed=-1",
      "train.seed=4294967296", 'data.mixture={"text": -1, "recall": 1}', 'data.mixture={"text": 0}', "data.max_bytes=0",
      "data.needles.counts=[]", "data.needles.queries=[0]", "train.loss_chunk=-5",

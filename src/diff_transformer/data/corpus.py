@@ -23,7 +23,7 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
     Args:
         max_bytes: UTF-8 bytes of the training side, at most (default: 8 MB of ``"python"``, all of a path); the
             validation side is capped in proportion. Whole documents are taken in the order of a hash; the last one is
-            cut at a line end.
+            cut at a line end. Of a data set of the hub, no more rows are read.
 
     Raises:
         UserError: for a source that does not exist or cannot be read, and for a side without text.
@@ -35,17 +35,21 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
     if source == "python":
         corpus, max_bytes = load_python_library(), PYTHON_BYTES if max_bytes is None else max_bytes
     else:
-        corpus = _read(source)
+        corpus = _read(source, max_bytes)
     return corpus if max_bytes is None else _capped(corpus, max_bytes)
 
 
-def _read(source: str) -> Corpus:
+def _read(source: str, max_bytes: int | None) -> Corpus:
     files, reader = find_sources([source], VALIDATION_SHARE), Reader("text", VALIDATION_SHARE)
     names = without_common_folders([file.path for file in files]) if len(files) > 1 else [os.path.basename(source)]
     sides: dict[str, list[Document]] = {split: [] for split in SPLITS}
     for file, name in zip(files, names, strict=True):
+        left = float("inf") if max_bytes is None or file.kind != "hub" else max_bytes  # which may be of any size
         for number, (split, text) in enumerate(reader.texts(file)):
             sides[split].append(Document(name if file.kind == "text" else f"{name}[{number}]", text))
+            left -= len(text) if split == "train" else 0
+            if left <= 0 and sides["validation"]:
+                break
     for split, documents in sides.items():
         if not documents:
             raise UserError(f"the {split} side of corpus {source!r} has no text but white space; give more text")

@@ -217,7 +217,7 @@ def make_needle_example(
     length: int,
     needles: int,
     queries: int,
-    depth: float | None = None,
+    depth: float,
     digits: int = 2,
     frame: Frame = plain_prompt,
     special: bool = False,
@@ -232,8 +232,7 @@ def make_needle_example(
         length: tokens of the prompt, at most.
         needles: number of needles (N).
         queries: number of cities that the question asks for (R).
-        depth: place of the first needle asked for, as a share of the context in tokens; None to draw it uniformly. The
-            other needles are anywhere.
+        depth: place of the first needle asked for, as a share of the context in tokens. The others are anywhere.
         digits: digits of a number.
         frame: makes the prompt of the context, which may lose the white space at its ends, and of the cities asked for.
         special: the prompt has special tokens, spelled out.
@@ -244,10 +243,9 @@ def make_needle_example(
     """
     if not 1 <= queries <= needles:
         raise UserError(f"queries must lie between 1 and needles ({needles}), got {queries}")
-    if depth is not None and not 0 <= depth <= 1:
+    if not 0 <= depth <= 1:
         raise UserError(f"depth must lie between 0 (start of the context) and 1 (its end), got {depth}")
     cities, numbers = draw_facts(rng, needles, digits, wording)  # the first R are asked for
-    depth = float(rng.random()) if depth is None else depth
     sentences = [needle(city, number, wording) for city, number in zip(cities, numbers, strict=True)]
     sizes = list(map(len, encode_inside(tokenizer, sentences)))
     asked_size = len(encode(tokenizer, frame("", cities[:queries]), special=special))

@@ -25,6 +25,7 @@ SPECIAL_TOKENS = (END_OF_TEXT, PAD)
 _DIGITS = "0123456789"
 _BEFORE = "a"  # text before another
 _AT_ONCE = 1 << 20  # characters
+# Between two words, and between two lines.
 _CUT = re.compile(r"(?<=[^\W\d_])(?= [^\W\d_])|(?<=\S\n)(?=\S)")
 LONGEST_WORD = 256  # characters that training looks at together: its time grows with the square of a word's length
 MIN_VOCAB_SIZE = 256 + len(_DIGITS) + len(SPECIAL_TOKENS)

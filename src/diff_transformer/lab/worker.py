@@ -155,12 +155,11 @@ def settings_of_run(config: RunConfig) -> dict[str, Any]:
             **needles, "cells": of.needles, "lengths": of.needle_lengths or (length,), "samples": of.samples,
         }),
         "allocation": settings_of("allocation", {
-            **needles, "length": length - 4, "needles": of.allocation_needles, "samples": of.allocation_samples,
+            **needles, "length": length - 4, "samples": of.allocation_samples,
         }),
         "outliers": settings_of("outliers", {"corpus": corpus, "length": length, "samples": of.outlier_rows}),
         "associative_recall": settings_of("associative_recall", {
-            "corpus": corpus, "length": length, "samples": of.loss_rows, "ngram": of.ngram,
-            "frequent_share": of.frequent_share,
+            "corpus": corpus, "length": length, "samples": of.loss_rows,
         }),
         RECALL: settings_of(RECALL, {"length": length, "seed": of.seed, **dataclasses.asdict(config.data.recall)}),
     }  # fmt: skip

@@ -82,7 +82,7 @@ class DataConfig:
     max_bytes: PositiveInt | None = None  # bytes of the corpus, at most; None for all of it
     # "bpe" (trained on the corpus; a prepared folder brings its own), "bytes", or a folder or hub name
     tokenizer: str = "bpe"
-    length: PositiveInt = 128  # tokens a row
+    length: Annotated[int, Field(ge=2)] = 128  # tokens a row
     # share of the rows of a batch by source: "text", "needles" or "recall"
     mixture: Annotated[dict[str, Share], AfterValidator(_shares)] = field(default_factory=lambda: {"text": 1.0})
     # "tokens": mean over all labelled tokens. "sources": mean over each source's tokens, weighted by the source's
@@ -173,11 +173,8 @@ class EvaluationConfig:
     needles: tuple[Cell, ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
     needle_lengths: tuple[int, ...] = ()  # tokens of the prompts of Table 2; () for `data.length`
     samples: PositiveInt = 40  # prompts a cell, length and depth of Table 2
-    allocation_needles: PositiveInt = 1  # needles in a prompt of Table 3
     allocation_samples: PositiveInt = 20  # prompts a depth of Table 3
     loss_rows: PositiveInt = 256  # held-out rows for the loss and its slices
-    ngram: PositiveInt = 2  # tokens of an n-gram whose repetition is an AR-Hit
-    frequent_share: float = 6e-5  # an n-gram with a larger share of the training text is no AR-Hit
     outlier_rows: PositiveInt = 64  # held-out rows for Table 5
     throughput_repeats: PositiveInt = 7  # timed repeats of each side
     # steps of small models trained on key-value recall alone, one beside each model (about 0.05 s a step); 0 for none
