@@ -157,6 +157,8 @@ def test_heads_are_chosen_by_the_entropy_of_their_attention():
     chosen = heads_by_entropy(model, tokens(), share=0.25)
     assert chosen[0] == [0]
     assert [len(of) for of in heads_by_entropy(model, tokens())] == [2, 2]
+    with pytest.raises(ValueError, match="share is 2; it must be above 0 and at most 1"):
+        heads_by_entropy(model, tokens(), share=2)
     assert model.config._attn_implementation == source().config._attn_implementation
     changed = differentiate(model, "dex", heads=chosen)
     assert next(extensions(changed)).chosen.tolist() == [1, 0, 0, 0]

@@ -86,6 +86,8 @@ def test_what_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
     for name, reason in (("runs/seed0/model", "there is no such folder$"), ("nobody/nothing", "We couldn't connect")):
         with pytest.raises(UserError, match=f"{name} cannot be loaded: {reason}"):
             load_model(name)
+    with pytest.raises(UserError, match=r"debg cannot be loaded: .* \(did you mean 'debug'\?\)$"):
+        load_model("debg")
     with pytest.raises(UserError, match="no dtype 'int8'"):
         load_model("debug", dtype="int8")
     save(tmp_path / "model")

@@ -154,8 +154,10 @@ def heads_by_entropy(model: Any, ids: Tensor, share: float = 0.5) -> list[list[i
 
     Args:
         ids: int64 ``[B, T]``, on the model's device.
-        share: of the heads that are chosen; the paper takes half.
+        share: of the heads that are chosen, above 0 and at most 1; the paper takes half.
     """
+    if not 0 < share <= 1:
+        raise UserError(f"share is {share}; it must be above 0 and at most 1")
     before = model.config._attn_implementation
     model.set_attn_implementation("eager")
     try:

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from diff_transformer.checks import first_line, listed, read_json, require_device, require_known
+from diff_transformer.checks import did_you_mean, first_line, listed, read_json, require_device, require_known
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
@@ -61,7 +61,8 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
     except (OSError, ValueError, SafetensorError) as error:
         said = "there is no such folder" if "Repo id must" in str(error) else first_line(error)
         advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in said else ""
-        raise UserError(f"{name_or_path} cannot be loaded: {said}{advice}") from None
+        meant = did_you_mean(str(name_or_path), PRESETS)
+        raise UserError(f"{name_or_path} cannot be loaded: {said}{advice}{meant}") from None
     wrong = {
         "missing": info["missing_keys"],
         "of another shape": [
