@@ -3,7 +3,6 @@
 import importlib.util
 import os
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -17,7 +16,6 @@ from diff_transformer.lab import ray_pool
 from diff_transformer.lab.pool import LOG, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
-from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.spec import RunSpec, with_seed
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
@@ -188,30 +186,6 @@ def test_an_interruption_saves_the_states_and_empties_the_queue(tasks, specs, tm
     assert "state saved" in (stop.hit / LOG).read_text()
     time.sleep(3)
     assert sum((folder / LOG).exists() for folder in runs) == 2
-
-
-@pytest.mark.slow
-def test_workers_end_with_a_killed_driver(cluster, specs, tmp_path):
-    specs[0].save(tmp_path)
-    code = (
-        "import sys; from pathlib import Path; from diff_transformer.lab.ray_pool import RayTasks\n"
-        "RayTasks(sys.argv[1], sys.argv[2]).start(Path(sys.argv[1])).wait()"
-    )
-    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), cluster.address])
-    try:
-        until(lambda: latest_checkpoint(tmp_path / "run"))
-        worker = process(tmp_path)
-    finally:
-        driver.kill()
-    until(lambda: not Path(f"/proc/{worker}").exists())
-    assert not (tmp_path / FILE).exists()
-
-
-def until(condition, seconds=120):
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.05)
 
 
 @pytest.mark.slow

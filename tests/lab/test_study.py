@@ -161,26 +161,6 @@ def test_later_stages_share_the_folder(texts, tmp_path):
     assert run_study(stages[:2], tmp_path) == Progressed(6, 6)
 
 
-@pytest.mark.slow
-def test_a_study_runs_in_pieces_and_does_nothing_twice(texts, tmp_path):
-    out = tmp_path / "study"
-    first = run_study(study(texts), out, minutes=0.02, jobs=1)
-    assert first.finished < 4  # the time was too short for the sweep
-    assert first.total == 6
-    done = run_study(study(texts), out, jobs=2)
-    assert (done.finished, done.total) == (6, 6)
-    (record,) = load_records(out / "main/diff-seed0")
-    assert (record.setting, record.side, record.seed) == ("main", "diff", 0)
-    assert "needle_n1_r1" in record.metrics
-    assert record.config["train"]["steps"] == 4
-    assert len(record.rows["validation"]) == 2
-    assert len(load_records(out)) == 6
-    assert not (out / "sweep/lr0.01/diff-seed0/parts").exists()
-    times = {path: path.stat().st_mtime_ns for path in out.rglob(FILE)}
-    run_study(study(texts), out, jobs=2)
-    assert times == {path: path.stat().st_mtime_ns for path in out.rglob(FILE)}
-
-
 def test_a_cell_that_fails_is_named_with_its_reason(texts, tmp_path):
     broken = study(texts, "data.tokenizer=nowhere/such")
     with pytest.raises(UserError, match=r"sweep/lr0.001/diff-seed0 failed with exit code 1(.|\n)*nowhere/such"):
