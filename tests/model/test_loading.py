@@ -20,7 +20,7 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm
-from diff_transformer.model.loading import load_model, read_model
+from diff_transformer.model.loading import load_model, model_path, read_model
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import assert_within_budget
 
@@ -77,6 +77,13 @@ def test_weights_that_are_missing_are_not_made_up(tmp_path):
     edit(tmp_path, num_hidden_layers=layers, intermediate_size=48)
     with pytest.raises(UserError, match=r"6 of another shape: model\.layers\.0\.mlp\.down_proj\.weight \(32, "):
         read_model(tmp_path)
+
+
+def test_the_folder_of_a_run_is_that_of_its_model(tmp_path):
+    model = save(tmp_path / "model")
+    loaded, _ = load_model(str(tmp_path))
+    assert torch.equal(loaded(tokens()).logits, model(tokens()).logits)
+    assert model_path(str(tmp_path)) == str(tmp_path / "model")
 
 
 def test_what_is_missing_or_damaged_is_named(tmp_path, monkeypatch):

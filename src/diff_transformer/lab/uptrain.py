@@ -186,11 +186,8 @@ def _with_heads_of(config: DiffTransformerConfig, other: Any) -> DiffTransformer
 
 
 def _folder(name: str | Path) -> Path:
-    folder = Path(name).expanduser()
-    if (folder / "model" / "config.json").exists():  # of a finished run
-        folder = folder / "model"
-    found = model_path(str(folder if folder.exists() else name))
-    if not folder.exists():
+    found = model_path(str(name))
+    if not Path(found).exists():
         try:
             found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
         except Exception as error:  # the client may use any network library

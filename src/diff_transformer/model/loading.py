@@ -21,7 +21,9 @@ _ADVICE = "docs/conversion.md says how to write safetensors from a pickle, docs/
 
 
 def load_model(name_or_path: str, *, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
-    """Load a causal LM in eval mode and its tokenizer from a folder, the hub, or a preset (untrained, byte tokenizer).
+    """Load a causal LM in eval mode and its tokenizer.
+
+    From a folder (of the model, or of the run that trained it), the hub, or a preset (untrained, byte tokenizer).
 
     Args:
         device: "cpu", "cuda", ...; None takes CUDA if available.
@@ -35,7 +37,7 @@ def load_model(name_or_path: str, *, device: str | None = None, dtype: str | Non
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     require_device(device)
     options: dict[str, Any] = {} if dtype is None else {"dtype": getattr(torch, dtype)}
-    path = str(Path(name_or_path).expanduser())
+    path = str(folder_of(name_or_path))
     if name_or_path in PRESETS and not Path(path).exists():
         tokenizer = byte_tokenizer()
         torch.manual_seed(0)
@@ -89,9 +91,15 @@ def read_settings(folder: Path, name: str = "config.json") -> dict[str, Any]:
     return read_json(folder / name, "copy or download it again")
 
 
+def folder_of(model: str | Path) -> Path:
+    """The folder ``model``, or its folder "model" if it is that of a finished run."""
+    folder = Path(model).expanduser()
+    return folder / "model" if (folder / "model" / "config.json").exists() else folder
+
+
 def model_path(model: str) -> str:
     """``model`` as engines take it: the path of a folder with a model and its tokenizer, or a name on the hub."""
-    folder = Path(model).expanduser()
+    folder = folder_of(model)
     if not folder.exists() and not model.startswith(("/", ".", "~")):
         return model
     for name in ("config.json", "tokenizer_config.json"):
