@@ -169,6 +169,8 @@ def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(m
         (("info", "--attention", "dint"), "--length and --attention are for one preset; name it: debug, "),
         (("bench", "toaster"), "no benchmark 'toaster'"),
         (("report", "/nowhere", "--out", "x"), "/nowhere"),
+        (("report", "/nowhere", "--table", "--figure", "losses"), "give --out FILE for a page or (--figure) a figure"),
+        (("report", "/nowhere", "--out", "x", "--quantity", "loss"), "or --table for tables (--quantity)"),
         (("prepare", "texts"), "no folder to write to; give --out FOLDER"),
         (
             ("prepare", "python", "--out", "x", "--tokenizer", "bytes", "--vocab-size", "300"),

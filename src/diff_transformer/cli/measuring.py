@@ -177,8 +177,8 @@ def report(
     from diff_transformer.report.page import judged, terminal_table, write_picture, write_report
     from diff_transformer.report.tables import markdown
 
-    if (out is None) != table:
-        raise UserError("give --out FILE for a page or a figure, or --table for tables")
+    if (out is None) != table or (figure and table) or (quantities and not table):
+        raise UserError("give --out FILE for a page or (--figure) a figure, or --table for tables (--quantity)")
     rows = read_results(*results)
     for name, given, known in (("setting", settings, rows.settings), ("side", sides, rows.sides)):
         for value in given or ():
