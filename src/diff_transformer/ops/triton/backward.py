@@ -6,8 +6,9 @@ With P = f P1 - lam P2, delta_i = rowsum(dO * O_i) and O = f O1 - lam O2, where 
     dQ_i = scale dS_i K_i             dK_i = scale dS_i^T Q_i
 The maps are recomputed from the saved log-sum-exps.
 
-There are two passes: bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries. Every
-sum has a fixed order, so results repeat bit for bit.
+There are two passes: bwd_dkdv_kernel, whose programs own keys, then bwd_dq_kernel, whose programs own queries. The
+first writes dK1, dK2 and dV, the second dQ1 and dQ2; deltas.py has dlam and df. Every sum has a fixed order, so results
+repeat bit for bit.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
