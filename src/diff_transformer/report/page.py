@@ -296,4 +296,5 @@ def _terminal_cell(verdict: Verdict | None) -> str:
     text = f"{words.number(scale * difference.mean, True)}{unit}  {said}"
     if difference.low is None or difference.high is None:
         return text
-    return f"{text}\n{words.number(scale * difference.low, True)} to {words.number(scale * difference.high, True)}"
+    low, high = (words.number(scale * end, True) for end in (difference.low, difference.high))
+    return f"{text}\n{low} to {high}{unit}"

@@ -9,7 +9,6 @@ from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, diverged
 
 PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
-_COUNTED = {Outcome.FAILED: "did not hold", Outcome.UNDECIDED: "stayed undecided"}
 _THAN = {
     Outcome.HELD: "better than", Outcome.FAILED: "worse than", Outcome.UNDECIDED: "not distinguishable from",
 }  # fmt: skip
@@ -65,17 +64,18 @@ def sentence(verdicts: Verdicts, other: str, name: str) -> str:
     judged = tally(verdicts, other)
     if not judged:
         return "No claim of the paper could be judged."
-    held = sum(verdict.outcome is Outcome.HELD for verdict in judged)
-    rest = [
-        f"{count} {words}"
-        for outcome, words in _COUNTED.items()
-        if (count := sum(verdict.outcome is outcome for verdict in judged))
-    ]
+    held, failed = (sum(verdict.outcome is outcome for verdict in judged) for outcome in (Outcome.HELD, Outcome.FAILED))
+    untested = sum(bool(verdict.untested) for verdict in judged)
+    others = {
+        "did not hold": failed,
+        "stayed undecided": len(judged) - held - failed - untested,
+        "could not be tested": untested,
+    }
     seeds = max(verdict.difference.seeds for verdict in judged)  # speed has one
     few = seeds < SEEDS_FOR_AN_INTERVAL
     where = f"In {'one run' if seeds == 1 else plural(seeds, 'run')} of each model, " if few else ""
     said = f"{where}{held} of {plural(len(judged), 'claim')} of the paper held against the {name}"
-    said += f"; {' and '.join(rest)}." if rest else "."
+    said += "".join(f"; {count} {words}" for words, count in others.items() if count) + "."
     if few:
         return f"{said} Intervals are over examples; another seed may give another result."
     kept = sum(verdict.outcome is Outcome.HELD and (verdict.holm or 0) <= 0.05 for verdict in judged)
