@@ -261,10 +261,9 @@ def documents(tests: ModuleType, dtype: Any, D: int, shared: bool) -> None:
     from diff_transformer.ops import diff_attention_varlen
 
     x, ends = tests.packed(dtype, D, shared), torch.tensor(tests.ENDS, dtype=torch.int32)
-    longest = tests.ENDS[1]
 
     def attend(*x: Any, **options: Any) -> Any:
-        return diff_attention_varlen(*x, ends, ends, longest, longest, backend="triton", **options)
+        return diff_attention_varlen(*x, ends, ends, backend="triton", **options)
 
     with patch.dict(os.environ, {SWITCH: "0"}):
         tests.run(attend, x, tests.CAUSAL)

@@ -57,21 +57,24 @@ def test_a_layer_a_model_and_an_experiment_do_without_extras(tmp_path):
     assert "no page: a report needs scipy and vl_convert; install with" in done.stderr
 
 
-@pytest.mark.parametrize("command", ["train", "compare", "study ablation"])
-def test_a_missing_extra_is_named_before_anything_is_written(command, monkeypatch, tmp_path):
-    for package in ("lightning_fabric", "tensorboard"):
+@pytest.mark.parametrize(
+    ("command", "packages", "said"),
+    [
+        *(
+            (command, ("lightning_fabric", "tensorboard"), TRAINING)
+            for command in ("train", "compare", "study ablation")
+        ),
+        ("eval scaling --set runs=runs.csv", ("scipy",), "a fit of scaling laws needs scipy; install with: "),
+        ("eval harness --model debug", ("lm_eval",), "this experiment needs lm-evaluation-harness ("),
+    ],
+)
+def test_a_missing_extra_is_named_before_anything_is_written(command, packages, said, monkeypatch, tmp_path):
+    for package in packages:
         monkeypatch.setitem(sys.modules, package, None)
     done = cli(*command.split(), "--out", tmp_path / "out")
     assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith(f"error: {TRAINING}")
+    assert done.stderr.splitlines()[-1].startswith(f"error: {said}")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_fit_of_scaling_laws_names_its_extra(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    done = cli("eval", "scaling", "--set", "runs=runs.csv", "--out", tmp_path / "out")
-    assert done.returncode == 2
-    assert done.stderr.splitlines()[-1].startswith("error: a fit of scaling laws needs scipy; install with: ")
 
 
 def test_every_extra_that_a_message_names_exists():

@@ -170,6 +170,32 @@ def test_a_token_across_the_border_belongs_to_the_choice(joining):
     assert joining.decode(crossed) == "a"
 
 
+@pytest.mark.parametrize("kind", ["bytes", "joining"])
+def test_long_contexts_give_the_same_tokens(joining, kind, monkeypatch):
+    tokenizer = byte_tokenizer() if kind == "bytes" else joining
+    context = "Type: human\nOne more humane line\n" * 300 + "Type: hum"
+    choices = ["an\n", "ane human\n", "\n"]
+    whole = [tokenizer(context + choice, add_special_tokens=False)["input_ids"] for choice in choices]
+    prompt, tails = choice_tokens(tokenizer, context, choices)
+    assert [prompt + tail for tail in tails] == whole
+    assert max(map(len, tails)) < 20
+
+
+def test_a_tokenizer_that_looks_back_far_gets_the_whole_text():
+    """A tail alone has other tokens if a run is paired from its start and the start of a text is marked."""
+    from tokenizers import Tokenizer, models, normalizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = {chr(c): i for i, c in enumerate(range(32, 127))} | {"▁": 95, "\n": 96, "<s>": 97}
+    backend = Tokenizer(models.BPE(vocab={**letters, "▁a": 98, "bb": 99}, merges=[("▁", "a"), ("b", "b")]))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
+    for text in ("b" * 4501 + " a" * 700 + " b", "b" * 5000, "b" * 5001):
+        prompt, tails = choice_tokens(tokenizer, text, ["b", "a"])
+        for choice, tail in zip(("b", "a"), tails, strict=True):
+            assert prompt + tail == tokenizer(text + choice, add_special_tokens=False)["input_ids"]
+
+
 def test_a_text_begins_as_the_tokenizer_says():
     from tokenizers.processors import TemplateProcessing
 

@@ -11,9 +11,10 @@ from transformers import (
 
 from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.attention_tap import changed_logits, layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_tap import changed_logits, output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.lab.evaluate import settings_of
+from diff_transformer.model.parts import layers_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", "diff", "softmax")
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from diff_transformer.errors import UserError
 from diff_transformer.lab.compare import compare, measure_speed
+from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.results import read_comparison
@@ -24,6 +25,7 @@ from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.report import write_report
 from diff_transformer.train.config import override
+from diff_transformer.train.signals import Stopped
 
 
 @pytest.fixture(scope="module")
@@ -96,7 +98,7 @@ def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(fin
     assert (diff.model.pop("attention"), softmax.model.pop("attention")) == ("diff", "softmax")
     assert diff == softmax
     entry = read_comparison(out).only(side="softmax")["explorer"]["entry"].iloc[-1]
-    key, place = entry["tokens"][-1], entry["span"][0]
+    key, place = entry["tokens"][-1], entry["answer_span"][0]
     assert entry["tokens"].count("·") == 16
     assert entry["tokens"].index(key) + 1 == place
     assert entry["tokens"][place] == entry["answer"] == key.replace("k", "v")
@@ -193,7 +195,7 @@ def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_
     ("extra", "options", "message"),
     [
         (["evaluation.needles=[[9,2]]"], {}, "with N=9, R=2; give a length of"),
-        (["evaluation.needles=[]"], {}, r"needle.cells is \(\); tuple should have at least 1"),
+        (["evaluation.needles=[]"], {}, "cells is 0"),
         (["evaluation.needle_lengths=[30,96]"], {}, "needles, question and answer take up to"),
         (["evaluation.needle_lengths=[96,4096]"], {}, "has 4096 tokens, more than model.max_position_embeddings 128"),
         ([], {"seeds": 0}, "seeds is 0"),
@@ -218,6 +220,27 @@ def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, m
     assert "CUDA out of memory. Tried to allocate 3 GiB" in " ".join(capsys.readouterr().out.split())
     assert torch.get_num_threads() == threads
     assert not (tmp_path / "throughput.jsonl.gz").exists()
+
+
+class Waiting:
+    """An executor whose workers wait for a signal."""
+
+    def start(self, folder):
+        return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
+
+
+@pytest.mark.parametrize(("saved", "code"), [(False, 143), (True, 0)])
+def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, saved, code):
+    def stop(folder, status):
+        raise Stopped
+
+    folder = tmp_path / "diff-seed0"
+    if saved:
+        (folder / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        run_pool({folder: RunSpec("", "diff", 0, recipe("debug"))}, jobs=1, show=stop, executor=Waiting())
+    assert caught.value.exit_code == code
+    assert ("state saved" in str(caught.value)) == saved
 
 
 @pytest.mark.slow

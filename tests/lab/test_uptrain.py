@@ -135,7 +135,7 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
 
 def test_a_model_that_keeps_its_class_goes_on_in_it(make, settings, here, tmp_path):
     source, out = make(Qwen3Config), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"model.backend of the recipe or --set is reference, and .*; leave it out"):
+    with pytest.raises(ValueError, match=r"--set has model.backend, and .* keeps its class and its"):
         compare(override(settings, ["model.backend=reference"]), out, source=source)
     before = content(source)
     compare(override(settings, ["train.weights=attention"]), out, source=source, seeds=2, jobs=1, report=False)
@@ -176,10 +176,10 @@ def test_other_arms_start_with_the_logits_of_the_source(make, settings, tmp_path
         assert arm.train.weights == (side if side in ("dex", "attention", "lora") else "all")
         with torch.no_grad():
             torch.testing.assert_close(loaded(arm.train.initial_model)(ids).logits, expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(UserError, match=r"no variant 'v3'.*there are: diff, diff_v2, diff_v3, dex"):
+    with pytest.raises(UserError, match=r"no arm 'v3'.*there are: diff, diff_v2, diff_v3, dex"):
         read_source(found.folder, ["v3"])
-    with pytest.raises(UserError, match="no variant 'dex'"):
-        compare("debug", out, variants=["dex"])
+    with pytest.raises(UserError, match="arms are dex, which are of a pretrained model"):
+        compare("debug", out, arms=["dex"])
 
 
 def test_no_side_is_trained_with_the_dropout_that_differential_attention_lacks(make, settings, tmp_path):
@@ -261,7 +261,7 @@ def test_an_architecture_that_cannot_go_on_is_refused(make, settings, kind, mess
         (["model.hidden_size=48"], {}, "model.hidden_size of the recipe or --set is 48, and .* has 36; leave it out"),
         (["evaluation.recall_steps=2"], {}, "evaluation.recall_steps trains small models from random weights"),
         (["train.initial_model=other"], {}, "train.initial_model is other; leave it out, --from is the model"),
-        ([], {"variants": ["dint"]}, "no variant 'dint'.*there are: diff, diff_v2, diff_v3, dex"),
+        ([], {"variants": ["dint"]}, "variants are dint, and a source has arms: diff, diff_v2, diff_v3, dex"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_written(

@@ -100,7 +100,7 @@ def test_a_window_longer_than_any_row_and_a_scale_below_fp32(backend):
 
     def results(**window):
         out = diff_attention(*x, is_causal=True, backend=backend, **window)
-        packed = diff_attention_varlen(*rows, ends, ends, 23, 23, is_causal=True, backend=backend, **window)
+        packed = diff_attention_varlen(*rows, ends, ends, is_causal=True, backend=backend, **window)
         cached = diff_attention_decode(*newest, *x[2:5], 0.3, lengths=lengths, backend=backend, **window)
         return out, packed, cached, *torch.autograd.grad(out.sum() + packed.sum(), x)
 

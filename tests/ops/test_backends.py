@@ -169,7 +169,7 @@ def test_the_output_can_be_changed_in_place(backend, packed):
         if not packed:
             return diff_attention(*x, is_causal=True, backend=backend)
         rows = (y[0].transpose(0, 1) for y in x)
-        return diff_attention_varlen(*rows, ends, ends, 5, 5, is_causal=True, backend=backend)
+        return diff_attention_varlen(*rows, ends, ends, is_causal=True, backend=backend)
 
     dout = torch.randn(attend().shape)
     expected = torch.autograd.grad(attend() * 2, x, dout)

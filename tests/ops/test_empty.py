@@ -72,5 +72,5 @@ def test_packed_documents(backend, ends_q, ends_k):
     batch = inputs(B=1, T=ends_q[-1], S=ends_k[-1])
     x = Inputs(*(y.detach()[0].transpose(0, 1).requires_grad_() for y in batch))
     cu_q, cu_k = (torch.tensor(ends, dtype=torch.int32) for ends in (ends_q, ends_k))
-    out = diff_attention_varlen(*x, cu_q, cu_k, ends_q[-1], ends_k[-1], is_causal=True, backend=backend)
+    out = diff_attention_varlen(*x, cu_q, cu_k, is_causal=True, backend=backend)
     assert_nothing(out, (ends_q[-1], 4, 5), x)

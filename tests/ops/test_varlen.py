@@ -23,9 +23,9 @@ def ends(values=ENDS_Q, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype)
 
 
-def attend(x, backend="auto", *, cu_q=None, cu_k=None, max_q=33, max_k=40, **options):
+def attend(x, backend="auto", *, cu_q=None, cu_k=None, **options):
     cu_q, cu_k = ends(ENDS_Q) if cu_q is None else cu_q, ends(ENDS_K) if cu_k is None else cu_k
-    return diff_attention_varlen(*x, cu_q, cu_k, max_q, max_k, backend=backend, **options)
+    return diff_attention_varlen(*x, cu_q, cu_k, backend=backend, **options)
 
 
 def document_by_document(x, ends_q=ENDS_Q, ends_k=ENDS_K, **options):
@@ -87,7 +87,7 @@ def test_documents_do_not_see_one_another():
 
 def test_shared_keys():
     x = packed()
-    out = diff_attention_varlen(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, ends(ENDS_Q), ends(ENDS_K), 33, 40)
+    out = diff_attention_varlen(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, ends(ENDS_Q), ends(ENDS_K))
     (dk,) = torch.autograd.grad(out.sum(), x.k1)
     apart = x._replace(k2=x.k1.detach().clone().requires_grad_())
     expected = attend(apart)

@@ -23,12 +23,13 @@ from diff_transformer.model.dex import extensions
 from diff_transformer.model.loading import read_model
 from diff_transformer.model.matching import VARIANTS
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
+from diff_transformer.model.parts import layers_of
 from diff_transformer.train.config import override
 from diff_transformer.train.initial_model import build_model, draw_weights, unfilled_model
 from diff_transformer.train.loop import train
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.metrics import read_metrics
-from diff_transformer.train.parallelize import layers_of, shard
+from diff_transformer.train.parallelize import shard
 from diff_transformer.train.plan import resolve
 from diff_transformer.train.recompute import recompute
 from diff_transformer.train.training_data import load_training_data

@@ -55,8 +55,13 @@ def compare(
         typer.Option(
             help="Also train, by commas: diff_v2, diff_v3, gated, grouped_diff, dint, fixed_lambda, softmax_norm (by "
             "default: the Transformer + head norm, a control that stands beside every claim), each at equal cost. '' "
-            "trains the pair alone. With --from: diff, diff_v2, wider (by default these), diff_v3, dex, attention, "
-            "lora."
+            "trains the pair alone."
+        ),
+    ] = None,
+    arms: Annotated[
+        str | None,
+        typer.Option(
+            help="With --from, by commas: diff, diff_v2, wider (by default these), diff_v3, dex, attention, lora."
         ),
     ] = None,
     engine: Engine = "local",
@@ -91,7 +96,7 @@ def compare(
             )
     with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
         variants = ("" if source else "softmax_norm") if variants is None else variants
-        more = [name.strip() for name in variants.split(",") if name.strip()]
+        more = listed(variants)
         name = recipe or ("uptrain" if source else "demo")
         given = [*([] if corpus is None else [f"data.corpus={json.dumps(corpus)}"]), *(assignments or [])]
         config = configuration(name, given)
@@ -99,9 +104,13 @@ def compare(
             config = shortened(config)
         cluster = executor(engine, out, address, gpus_per_run)
         run(
-            config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, executor=cluster,
-            minutes=minutes, report=report, dry_run=dry_run,
+            config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, arms=listed(arms or ""),
+            executor=cluster, minutes=minutes, report=report, dry_run=dry_run,
         )  # fmt: skip
+
+
+def listed(names: str) -> list[str]:
+    return [name.strip() for name in names.split(",") if name.strip()]
 
 
 @app.command()

@@ -29,11 +29,12 @@ from torch.nn import functional as F
 
 from diff_transformer.errors import UserError
 from diff_transformer.evals.attention_call import AttentionCall, weighted
-from diff_transformer.evals.attention_tap import layers_of, tapped_attention
+from diff_transformer.evals.attention_tap import tapped_attention
 from diff_transformer.evals.hessian import hessian_eigenvalues
 from diff_transformer.evals.lm import CausalLM, text_details, text_rows
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.model.parts import layers_of
 from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
 EXTREMES = 5  # eigenvalues of either end

@@ -66,23 +66,6 @@ def changed_logits(model: nn.Module, plan: Changes) -> Generator[None]:
         yield
 
 
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    """The decoder layers of a causal LM, in order. Each returns the residual stream after it.
-
-    Raises:
-        ValueError: for a model without a list of ``config.num_hidden_layers`` layers.
-    """
-    config = getattr(model, "config", None)
-    count = None if config is None else getattr(config.get_text_config(), "num_hidden_layers", None)
-    for module in model.modules():
-        if isinstance(module, nn.ModuleList) and count and len(module) == count:
-            return list(module)
-    raise UserError(
-        f"{type(model).__name__} has no list of layers as long as its configuration says (num_hidden_layers: {count}); "
-        "give a Hugging Face causal LM"
-    )
-
-
 def output_of(layer_output: Any) -> Tensor:
     """The hidden states ``[B, T, width]`` in a layer's output, which is a tensor or a tuple that begins with it."""
     return layer_output[0] if isinstance(layer_output, tuple) else layer_output

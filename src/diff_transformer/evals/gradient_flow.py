@@ -16,10 +16,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from diff_transformer.errors import UserError
-from diff_transformer.evals.attention_tap import layers_of
 from diff_transformer.evals.lm import CausalLM, text_details, text_rows
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.model.parts import layers_of
 from diff_transformer.settings import PositiveInt, Seed
 
 # The part that a module in an attention layer computes, by the names that Hugging Face models use.

@@ -99,7 +99,7 @@ def evaluate_harness(
         UserError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
     """
     check_template(getattr(lm, "tokenizer", None), settings.chat_template)
-    lm_eval = _library()
+    lm_eval = require_installed()
     rows: list[dict] = []
     with _quiet():
         model = harness_model(lm, samples)
@@ -148,7 +148,8 @@ def _row(task, sample: dict) -> dict:
     }  # fmt: skip
 
 
-def _library():
+def require_installed() -> Any:
+    """The library; raises UserError without it."""
     try:
         import lm_eval
         import lm_eval.models.huggingface

@@ -66,7 +66,7 @@ def evaluate_long_nll(
         and ``count`` of its losses.
 
     Raises:
-        UserError: for sizes that are not positive, a length that the model does not support, or no book of that length.
+        UserError: for a length that the model does not support, or no book of that length.
     """
     length = settings.length
     check_length(lm, length, "length")

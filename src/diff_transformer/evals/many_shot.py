@@ -80,7 +80,7 @@ def evaluate_many_shot(
         prompt with its answer). The first row of each order also has ``examples``: the text before its questions.
 
     Raises:
-        UserError: for sizes that are not positive, prompts that the model does not support, or a length without room
+        UserError: for prompts that the model does not support, or a length without room
             for a single example.
     """
     task = _Task(lm, data, settings.samples, settings.seed)

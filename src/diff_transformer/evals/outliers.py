@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from diff_transformer.evals.attention_call import AttentionCall
-from diff_transformer.evals.attention_tap import layers_of, output_of, tapped_attention
+from diff_transformer.evals.attention_tap import output_of, tapped_attention
 from diff_transformer.evals.lm import CausalLM, check_length, text_details, text_rows
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
+from diff_transformer.model.parts import layers_of
 from diff_transformer.settings import PositiveInt, Seed
 
 RANKS = (1, 2, 3, 10, 100)

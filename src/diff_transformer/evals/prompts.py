@@ -11,6 +11,8 @@ from diff_transformer.evals.likelihood import common_prefix
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
+_WINDOW = 2000  # characters at the end of a context that are tokenised again with each choice
+_SYNC = 64  # tokens that must agree between the window and the whole context before they are joined
 SMALLEST = 16  # tokens of a document that a prompt must keep
 
 
@@ -66,8 +68,8 @@ def choice_tokens(
     if not choices or not all(choices):
         raise UserError(f"the choices are {list(choices)!r}; give at least one, none of them empty")
     before = leading_ids(tokenizer)
-    every = [context, *(context + choice for choice in choices)]
-    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, every)]
+    tokenise = _whole if len(context) <= 2 * _WINDOW else _long
+    alone, texts = tokenise(tokenizer, context, choices)
     shared = common_prefix([alone, *texts])
     if not before and not shared:
         start = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
@@ -75,6 +77,29 @@ def choice_tokens(
             raise UserError("an empty context needs a tokenizer with a bos_token or an eos_token")
         before = [start]
     return before + alone[:shared], [text[shared:] for text in texts]
+
+
+def _whole(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    alone, *texts = [ids.tolist() for ids in encode_all(tokenizer, [context, *(context + each for each in choices)])]
+    return alone, texts
+
+
+def _long(tokenizer, context: str, choices: Sequence[str]) -> tuple[list[int], list[list[int]]]:
+    """``_whole`` for a long context, which is tokenised once instead of once per choice where the tokenizer allows it.
+
+    The end of the context is tokenised with each choice and joined to the tokens of the whole context where the two
+    agree. The longest choice checks that this is exact; otherwise every text is tokenised as a whole.
+    """
+    whole, (whole_longest,) = _whole(tokenizer, context, [max(choices, key=len)])
+    tail_alone, tails = _whole(tokenizer, context[-_WINDOW:], choices)
+    same = common_prefix([whole[::-1], tail_alone[::-1]])  # tokens at the end on which both agree
+    cut = len(tail_alone) - same
+    stem = whole[: len(whole) - same]
+    texts = [stem + ids[cut:] for ids in tails]
+    intact = all(ids[: cut + _SYNC] == tail_alone[: cut + _SYNC] for ids in tails)
+    if same > 2 * _SYNC and intact and whole_longest in texts:
+        return whole, texts
+    return _whole(tokenizer, context, choices)
 
 
 @dataclass(frozen=True)

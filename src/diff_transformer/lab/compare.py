@@ -57,6 +57,7 @@ def compare(
     jobs: int | None = None,
     resume: bool = False,
     variants: Sequence[str] = (),
+    arms: Sequence[str] = (),
     executor: Executor | None = None,
     minutes: float | None = None,
     report: bool = True,
@@ -71,8 +72,8 @@ def compare(
     Args:
         config: of either side, or the name of a recipe; ``model.attention`` is set for each.
         source: a pretrained softmax Transformer, as a folder or name on the hub, to go on from instead of random
-            weights. The sides are then the source ("softmax") and ``variants``. All start with the source's logits,
-            which are measured too ("source"). ``docs/pretrained_to_diff.md`` explains them.
+            weights. The sides are then the source ("softmax") and ``arms``; all start with the source's logits, which
+            are measured too ("source"). ``docs/pretrained_to_diff.md`` explains them.
         out: folder for everything: ``report.html``, ``members/SIDE-seedK/`` with ``run/model`` (Hugging Face format),
             TensorBoard files, metrics and ``rows.jsonl.gz``.
         settings: what differs from ``config``, by dotted name, such as ``{"optim.lr": 1e-3}``.
@@ -85,9 +86,9 @@ def compare(
             Transformer + head norm, which separates the norm's gain from the subtraction's). Data, steps and seeds are
             equal, and parameter counts agree with the pair's to within 1 %. The claims are about the pair; the
             measurements of ``"softmax_norm"`` stand beside theirs, as a control. Those of an earlier call in ``out``
-            stay in the report; ``resume`` can add more. With ``source``: its conversions "diff", "diff_v2", "diff_v3"
-            and "dex"; "wider", a control with as many parameters as "diff"; "attention" and "lora", other ways to train
-            it; "diff", "diff_v2" and "wider" if empty.
+            stay in the report; ``resume`` can add more.
+        arms: with ``source``: its conversions "diff", "diff_v2", "diff_v3" and "dex"; "wider", a control with as many
+            parameters as "diff"; "attention" and "lora", other ways to train it. By default "diff", "diff_v2", "wider".
         executor: of the runs, for example ``RayTasks``; processes on this machine by default. The models are timed on
             this machine.
         minutes: training and measuring stop after this time, with every state saved; ``resume`` goes on.
@@ -116,11 +117,15 @@ def compare(
     start = None
     if source is None:
         require_drawn(config)
+        if arms:
+            raise UserError(f"arms are {', '.join(arms)}, which are of a pretrained model; give it, or variants")
         sides = [*PAIR, *(name for name in variants if name not in PAIR)]
     else:
-        from diff_transformer.lab.uptrain import USUAL, read_source
+        from diff_transformer.lab.uptrain import ARMS, USUAL, read_source
 
-        start = read_source(source, variants or USUAL)
+        if variants:
+            raise UserError(f"variants are {', '.join(variants)}, and a source has arms: {', '.join(ARMS)}")
+        start = read_source(source, arms or USUAL)
         config, sides = start.configured(config), in_order(start.models)
         if start.no_control:
             console.print(f"no control of as many parameters: {start.no_control}")

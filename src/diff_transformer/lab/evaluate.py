@@ -236,12 +236,14 @@ def run_suite(
         bar: makes the progress bar of one experiment on one model from its title.
 
     Raises:
-        UserError: before anything runs, for unknown names, settings or models, or an ``out`` that is not empty and not
-            to be resumed, or holds a run of another plan.
+        UserError: before anything runs, for unknown names, settings or models, an extra that is missing, or an ``out``
+            that is not empty and not to be resumed, or holds a run of another plan.
     """
     for name in plan.names:
         settings_for(plan, name)
     check_models(plan)
+    if len(plan.names) == 1:
+        getattr(experiment(plan.names[0]), "require_installed", lambda: None)()
     labels = labels_of(plan.models)
     open_folder(out, plan, resume)
     outcomes: list[Outcome] = []

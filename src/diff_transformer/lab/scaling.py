@@ -49,6 +49,11 @@ QUICK: dict = {}
 NEEDED = 3  # sizes, as many as a fit has parameters
 
 
+def require_installed() -> None:
+    """Raise UserError without the extra ``report``, whose scipy fits the curves."""
+    require_extra("report", "a fit of scaling laws", "scipy")
+
+
 @dataclass(frozen=True)
 class PowerLaw:
     """``L(x) = a x^-b + c``, fitted over x from ``low`` to ``high``.
@@ -165,7 +170,7 @@ def _interval(logarithm: float, variance: float, freedom: int) -> Ends:
 
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Read the tables and fit them; ``lm`` is not used."""
-    require_extra("report", "a fit of scaling laws", "scipy")
+    require_installed()
     if not settings.runs.strip():
         raise UserError(
             "scaling needs a table of runs: --set runs=FILE.csv (model, parameters, tokens, loss), or a folder of "

@@ -89,16 +89,22 @@ class Source:
         if config.evaluation.recall_steps:
             raise UserError("evaluation.recall_steps trains small models from random weights; set it to 0 with --from")
         fields = {**self.models["softmax"], **config.model}
-        own = self.models["softmax"]
-        fixed = _SHAPE if self.origin is not None else tuple(config.model)  # a model that keeps its class keeps all
-        if other := [name for name in fixed if name in config.model and config.model[name] != own.get(name)]:
+        other = [
+            name for name in _SHAPE if name in config.model and config.model[name] != self.models["softmax"].get(name)
+        ]
+        if other and self.origin is not None:
             raise UserError(
                 f"model.{other[0]} of the recipe or --set is {config.model[other[0]]}, and {self.folder} has "
-                f"{own.get(other[0])}; leave it out"
+                f"{self.models['softmax'].get(other[0])}; leave it out"
             )
         positions = fields.get("max_position_embeddings", config.data.length)
         if positions < config.data.length:
             raise UserError(f"data.length is {config.data.length}, and {self.folder} has {positions} positions")
+        if config.model and self.origin is None:
+            raise UserError(
+                f"the recipe or --set has model.{next(iter(config.model))}, and {self.folder} keeps its class and its "
+                "configuration; leave it out"
+            )
         data = dataclasses.replace(config.data, tokenizer=str(self.folder))
         train = dataclasses.replace(config.train, initial_model=None)
         return dataclasses.replace(config, model=fields, data=data, train=train)
@@ -143,7 +149,7 @@ def read_source(name: str | Path, arms: Sequence[str] = USUAL) -> Source:
         ValueError: for GGUF, quantised weights, a folder without a tokenizer, or a model that cannot be differential.
     """
     for arm in arms:
-        require_known("variant", arm, ARMS)
+        require_known("arm", arm, ARMS)
     folder = _folder(name)
     read_tokenizer(str(folder))
     softmax, dropout = package_config(folder), ()

@@ -167,16 +167,16 @@ class AttentionCore(nn.Module):
         assert visible.documents is not None
         causal, window = visible.is_causal, visible.window
         (bounds, longest), (bounds_k, longest_k) = visible.documents, of_keys or visible.documents
-        limits = bounds, bounds_k, longest, longest_k
         lam, first = (_rows(x) if isinstance(x, Tensor) and x.dim() == 4 else x for x in (lam, first))
         if self.variant.maps == 2 and not self.variant.means:
             q1, q2, k1, k2 = self.split(q, k)
             rows = [_rows(x) for x in (q1, q2, k1)]
             rows += [rows[2] if k2 is k1 else _rows(k2), _rows(v)]
             options: dict[str, Any] = {"first": first, "is_causal": causal, "window": window, "backend": self.backend}
-            return diff_attention_varlen(*rows, cast(Any, lam), *limits, **options)
+            return diff_attention_varlen(*rows, cast(Any, lam), bounds, bounds_k, **options)
         rows = [_rows(x) for x in (q, k, v)]
         if self.variant.maps == 1 and packs(q):
+            limits = bounds, bounds_k, longest, longest_k
             return _gated(packed_attention(rows[0], rows[1], rows[2], *limits, causal, window), first)
         alone, sizes, sizes_k = visible._replace(documents=None), bounds.diff().tolist(), bounds_k.diff().tolist()
         documents = zip(rows[0].split(sizes), rows[1].split(sizes_k), rows[2].split(sizes_k), strict=True)

@@ -36,6 +36,23 @@ FUSED = {
 _NUMBERS = {"num_heads", "num_key_value_heads", "num_attention_heads"}
 
 
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """The decoder layers of a causal LM, in order. Each returns the residual stream after it.
+
+    Raises:
+        UserError: for a model without a list of ``config.num_hidden_layers`` layers.
+    """
+    config = getattr(model, "config", None)
+    count = None if config is None else getattr(config.get_text_config(), "num_hidden_layers", None)
+    for module in model.modules():
+        if isinstance(module, nn.ModuleList) and count and len(module) == count:
+            return list(module)
+    raise UserError(
+        f"{type(model).__name__} has no list of layers as long as its configuration says (num_hidden_layers: {count}); "
+        "give a Hugging Face causal LM"
+    )
+
+
 class Parts(NamedTuple):
     """One attention module of a model: its projections, n heads of width d, and norms of queries and keys or None."""
 

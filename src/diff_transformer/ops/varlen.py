@@ -23,8 +23,6 @@ def diff_attention_varlen(
     lam: float | Tensor,
     cu_seqlens_q: Tensor,
     cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
     *,
     first: float | Tensor | None = None,
     is_causal: bool = False,
@@ -45,7 +43,6 @@ def diff_attention_varlen(
         lam: a float, or a tensor that is scalar, [H] or broadcastable to [total_q, H, 1]; computed with in fp32.
         cu_seqlens_q, cu_seqlens_k: int32 [documents + 1] on the device of q1: 0, then where each document ends.
             Document i has rows cu_seqlens[i] to cu_seqlens[i + 1] - 1, and may have none.
-        max_seqlen_q, max_seqlen_k: the length of the longest document, as other packed attention asks for. Not used.
         first: weight of the first map, as lam; 1 if None.
         is_causal, window, scale, backend: as in ``diff_attention``; each document is aligned to its own lower right
             corner. On a GPU "auto" is "triton" where it can, on the CPU "blockwise".

@@ -26,6 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 
 from diff_transformer.model.lambdas import LearnedLambda, TokenLambda
+from diff_transformer.model.parts import layers_of
 from diff_transformer.train.loss import Objective
 from diff_transformer.train.plan import Plan
 from diff_transformer.train.training_data import BatchPart
@@ -89,11 +90,6 @@ def shard(
         fully_shard(layer, mesh=data, mp_policy=policy)
     fully_shard(objective, mesh=data)
     return objective
-
-
-def layers_of(model: Any) -> nn.ModuleList:
-    """The decoder layers of a model of this package or of transformers: the first list of modules in it."""
-    return next(module for module in model.base_model.modules() if isinstance(module, nn.ModuleList))
 
 
 def is_sharded(model: nn.Module) -> bool:

@@ -164,6 +164,14 @@ def test_the_best_library_of_the_processor_is_loaded(processor, caplog, runs, ex
     assert caplog.messages == [f"blockwise: {said}"]
 
 
+def test_a_named_library_whose_tiles_linux_refuses_is_an_error(processor, monkeypatch):
+    processor("amx")
+    monkeypatch.setenv(library.SWITCH, "amx")
+    monkeypatch.setattr(library, "load", lambda path: None)
+    with pytest.raises(ValueError, match=r"NATIVE is 'amx', whose registers Linux refuses.* give bf16, v4, v3 or 0$"):
+        library.library()
+
+
 @pytest.mark.parametrize("wanted", ["amx", "native", "1"])
 def test_a_library_that_does_not_run_here_is_refused(processor, monkeypatch, wanted):
     processor("v4")

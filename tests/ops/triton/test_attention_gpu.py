@@ -172,7 +172,7 @@ def compare_documents(name, x, options):
 
     def at_once(*x, **options):
         ends = torch.tensor(ENDS, dtype=torch.int32, device=DEVICE)
-        return diff_attention_varlen(*x, ends, ends, ENDS[1], ENDS[1], backend=name, **options)
+        return diff_attention_varlen(*x, ends, ends, backend=name, **options)
 
     def one_by_one(backend):
         lengths = [b - a for a, b in pairwise(ENDS)]

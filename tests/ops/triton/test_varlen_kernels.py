@@ -30,7 +30,7 @@ def ends():
 
 
 def attend(*x, backend="triton", **options):
-    return diff_attention_varlen(*x, *ends(), 40, 33, backend=backend, **options)
+    return diff_attention_varlen(*x, *ends(), backend=backend, **options)
 
 
 def results(x, backend, **options):
@@ -86,7 +86,7 @@ def test_compiles_into_one_graph(shared):
 
     def loss(q1, q2, k1, k2, v, lam, *documents):
         keys = k1 if shared else k2
-        out = diff_attention_varlen(q1, q2, k1, keys, v, lam, *documents, 40, 33, is_causal=True, backend="triton")
+        out = diff_attention_varlen(q1, q2, k1, keys, v, lam, *documents, is_causal=True, backend="triton")
         return out.square().sum()
 
     compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
@@ -118,7 +118,7 @@ def test_one_long_document_and_many_short_ones(monkeypatch):
     monkeypatch.setattr(Launch, "start", start)
 
     def run(y, backend):
-        out = diff_attention_varlen(*y, at, at, 97, 97, is_causal=True, backend=backend)
+        out = diff_attention_varlen(*y, at, at, is_causal=True, backend=backend)
         dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2)).to(out)
         return out, *torch.autograd.grad(out, y, dout)
 

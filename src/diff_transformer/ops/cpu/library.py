@@ -71,7 +71,7 @@ def library() -> ctypes.CDLL | None:
     The environment variable DIFF_TRANSFORMER_NATIVE may name one of ``LIBRARIES``, or be 0 for none.
 
     Raises:
-        UserError: DIFF_TRANSFORMER_NATIVE names no library, or one that this processor does not run.
+        UserError: DIFF_TRANSFORMER_NATIVE names no library, or one that does not run here.
     """
     name = os.environ.get(SWITCH)
     usable = [each for each in LIBRARIES if path_of(each).exists() and LIBRARIES[each] <= processor_flags()]
@@ -84,6 +84,9 @@ def library() -> ctypes.CDLL | None:
         if loaded is not None:
             log.info("blockwise: CPU kernel %s", each)
             return loaded
+    if name is not None:
+        others = ", ".join(each for each in usable if each != name)
+        raise UserError(f"{SWITCH} is {name!r}, whose registers Linux refuses to this process; give {others} or 0")
     log.info("blockwise: no CPU kernel on this machine")
     return None
 
