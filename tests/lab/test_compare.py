@@ -195,7 +195,7 @@ def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_
     ("extra", "options", "message"),
     [
         (["evaluation.needles=[[9,2]]"], {}, "with N=9, R=2; give a length of"),
-        (["evaluation.needles=[]"], {}, "cells is 0"),
+        (["evaluation.needles=[]"], {}, r"evaluation\.needles is \[\]"),
         (["evaluation.needle_lengths=[30,96]"], {}, "needles, question and answer take up to"),
         (["evaluation.needle_lengths=[96,4096]"], {}, "has 4096 tokens, more than model.max_position_embeddings 128"),
         ([], {"seeds": 0}, "seeds is 0"),

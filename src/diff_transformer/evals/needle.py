@@ -14,10 +14,9 @@ Instruct models are asked through their chat template (``chat_template``), and b
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
-from pydantic import Field
 
 from diff_transformer.checks import require_known
 from diff_transformer.data.filler import Filler
@@ -40,7 +39,7 @@ from diff_transformer.evals.prompts import check_template, special_spellings, te
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.settings import Depths, PositiveInt, Seed
-from diff_transformer.train.config import Cell
+from diff_transformer.train.config import Cells
 
 SEARCHED = 32  # tokens of an answer in which ``scoring="search"`` looks for the numbers
 
@@ -55,7 +54,7 @@ class Settings:
     # models held-out if that suffices, else all
     split: str = "auto"
     # (N, R): needles in the text, needles asked for.
-    cells: Annotated[tuple[Cell, ...], Field(min_length=1)] = ((1, 1), (2, 2), (4, 2), (6, 2))
+    cells: Cells = ((1, 1), (2, 2), (4, 2), (6, 2))
     # Position of the first needle asked for: 0 is the start of the text, 1 its end.
     depths: Depths = DEPTHS
     # Tokens of prompt and answer together, in the model's own tokenizer.

@@ -48,6 +48,7 @@ def _cell(cell: tuple[int, int]) -> tuple[int, int]:
 
 
 Cell = Annotated[tuple[int, int], AfterValidator(_cell)]
+Cells = Annotated[tuple[Cell, ...], Field(min_length=1)]
 
 
 @dataclass(config=STRICT)
@@ -170,7 +171,7 @@ class EvaluationConfig:
     """The experiments that ``compare`` runs on each trained model."""
 
     # cells (N, R) of Table 2
-    needles: tuple[Cell, ...] = ((1, 1), (2, 1), (4, 1), (4, 2))
+    needles: Cells = ((1, 1), (2, 1), (4, 1), (4, 2))
     needle_lengths: tuple[int, ...] = ()  # tokens of the prompts of Table 2; () for `data.length`
     samples: PositiveInt = 40  # prompts a cell, length and depth of Table 2
     allocation_samples: PositiveInt = 20  # prompts a depth of Table 3
