@@ -67,6 +67,15 @@ def test_a_side_may_be_a_variant_of_equal_cost(texts):
     assert (spec.key, spec.config.train.seed) == ("a/mine-seed7", 7)
 
 
+def test_a_side_may_go_on_from_a_model_and_change_other_settings(texts):
+    start = {"train.initial_model": "runs/start", "train.weights": "attention"}
+    (spec,) = Stage({"a": override(tiny(texts), ["model={}"])}, {"mine": start}, (7,)).specs({})
+    train = spec.config.train
+    assert (train.initial_model, train.weights, train.seed, spec.config.model) == ("runs/start", "attention", 7, {})
+    with pytest.raises(UserError, match="models that are compared start from random weights"):
+        Stage({"a": tiny(texts, "train.initial_model=runs/start")}, PAIR, (7,)).specs({})
+
+
 def test_seeds_may_come_from_a_generator(texts):
     stage = Stage({"a": tiny(texts)}, {"diff": PAIR["diff"]}, (seed for seed in (3, 4)))
     assert [spec.seed for spec in stage.specs({})] == [spec.seed for spec in stage.specs({})] == [3, 4]

@@ -131,11 +131,6 @@ def require_drawn(config: RunConfig) -> None:
 
 
 def with_seed(config: RunConfig, seed: int, model: Mapping | None = None) -> RunConfig:
-    """``config`` with another training seed and, if given, other fields of the model.
-
-    Raises:
-        ValueError: as ``require_drawn``.
-    """
-    require_drawn(config)
+    """``config`` with another training seed and, if given, other fields of the model."""
     fields = config.model if model is None else dict(model)
     return dataclasses.replace(config, model=fields, train=dataclasses.replace(config.train, seed=seed))

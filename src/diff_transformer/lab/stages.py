@@ -4,6 +4,7 @@ A plan is a file of Python with ``stages(corpus) -> list[Stage]``; ``examples/my
 """
 
 import copy
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from diff_transformer.checks import require_known
 from diff_transformer.errors import UserError
 from diff_transformer.lab.record import Record
-from diff_transformer.lab.spec import RunSpec, everything, side_model, with_seed
+from diff_transformer.lab.spec import RunSpec, everything, require_drawn, side_model, with_seed
 from diff_transformer.lab.user_code import load_file
 from diff_transformer.train.config import RunConfig, override
 
@@ -30,7 +31,7 @@ class Stage:
     Attributes:
         settings: configurations by name.
         sides: fields of the model, by name of the side. With ``"variant"``, a name of ``model/matching.py``, sizes are
-            changed so that the cost stays equal.
+            changed so that the cost stays equal. A key with a dot is another setting, as ``"train.weights"``.
         seeds: training seeds.
         rates: learning rates of every side, or by side: a number; several; ``SWEPT``, which the last sweep of the side
             before this stage chose; or the name of another side, whose swept rate it takes. None: the settings' own.
@@ -84,11 +85,14 @@ class Stage:
     def _spec(self, setting: str, side: str, seed: int, rate: float) -> RunSpec:
         made, fields = copy.deepcopy(self.settings[setting]), dict(self.sides[side])
         variant = fields.pop("variant", None)
+        others = {key: fields.pop(key) for key in self.sides[side] if "." in key}
+        if "train.initial_model" not in others:
+            require_drawn(made)
         made.optim.lr = rate
         made.model |= fields
         if variant is not None:
             made.model |= side_model(made, variant)
-        made = with_seed(made, seed)
+        made = with_seed(override(made, [f"{key}={json.dumps(value)}" for key, value in others.items()]), seed)
         measure = everything(made) if self.measure is None else self.measure
         return RunSpec(self.folder.format(setting=setting, rate=rate), side, seed, made, measure, may_diverge=True)
 

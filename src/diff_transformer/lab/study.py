@@ -151,7 +151,8 @@ def _check(specs: list[RunSpec], out: Path) -> None:
             raise UserError(f"two runs of the plan have the folder {spec.key}; put {{rate}} into the stage's folder")
     check_folders({out / spec.key: spec for spec in specs})
     missing = [spec.config for spec in specs if not finished(out / spec.key)]
-    for config in {json.dumps(config.model, sort_keys=True): config for config in missing}.values():
+    models = {json.dumps([config.model, config.train.initial_model], sort_keys=True): config for config in missing}
+    for config in models.values():
         resolve(config)
     for source in {config.data.corpus for config in missing} - {"python", NO_CORPUS}:
         load_corpus(source)
