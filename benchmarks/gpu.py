@@ -39,7 +39,6 @@ SHARES = {
     "decode_compiled": 14,
     "throughput": 16,
     "attention_fp32": 3,
-    "step": 8,
 }
 SWITCH = "DIFF_TRANSFORMER_HOPPER"
 CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"

@@ -16,7 +16,6 @@ INSTALLED = {
     "attention_gpu_fp32": ("attention_fp32",),
     "decode_gpu": ("decode", "decode_compiled"),
     "throughput_gpu": ("throughput",),
-    "step_gpu": ("step",),
     "hopper_gpu": ("hopper",),
     "correctness_gpu": ("correctness",),
 }

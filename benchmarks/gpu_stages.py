@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -192,11 +191,10 @@ def _decode(dry: bool, seconds: float, out: Path, shapes: list, models: list) ->
     ))  # fmt: skip
 
 
-def whole_models(name: str, dry: bool, seconds: float, out: Path) -> None:
-    """Table 7 ("throughput"), and the time of a training step ("step")."""
-    settings = [TINY_PAIR] if dry else [s for s in pair.SETTINGS[name, "cuda"] if not s.compiled]
-    options = _options(dry, device_of(dry), seconds, 3, out)
-    _finish(pair.run_pair_benchmark(name, settings, **options))
+def throughput(dry: bool, seconds: float, out: Path) -> None:
+    """Table 7."""
+    settings = [TINY_PAIR] if dry else [s for s in pair.SETTINGS["cuda"] if not s.compiled]
+    _finish(pair.run_pair_benchmark(settings, **_options(dry, device_of(dry), seconds, 3, out)))
 
 
 def _options(dry: bool, device: str, seconds: float, seconds_each: float, out: Path) -> dict:
@@ -236,6 +234,5 @@ STAGES: dict[str, Callable[[bool, float, Path], None]] = {
     "attention_fp32": attention_fp32,
     "decode": decode,
     "decode_compiled": decode_compiled,
-    "throughput": partial(whole_models, "throughput"),
-    "step": partial(whole_models, "step"),
+    "throughput": throughput,
 }

@@ -31,8 +31,7 @@ def test_dry_run_of_every_stage(tmp_path):
     )
     assert done.returncode == 0, done.stdout + done.stderr
     summary = ends(tmp_path)
-    stages = ["hopper", "correctness", "attention", "decode", "decode_compiled", "throughput"]
-    stages += ["attention_fp32", "step"]
+    stages = ["hopper", "correctness", "attention", "decode", "decode_compiled", "throughput", "attention_fp32"]
     assert [(line["stage"], line["status"]) for line in summary] == [(stage, "done") for stage in stages]
     records = {stage: json.loads((tmp_path / f"{stage}.json").read_text()) for stage in stages}
     tried = [(row["form"], row["width"]) for row in records["hopper"]["rows"] if row["causal"]]
@@ -46,8 +45,7 @@ def test_dry_run_of_every_stage(tmp_path):
     assert [(row["batch"], row["compiled"]) for row in records["decode_compiled"]["rows"]] == [(1, True)] * 2 + [
         (2, True)
     ] * 2
-    for stage in ("throughput", "step"):
-        assert {row["side"] for row in records[stage]["rows"]} == {"softmax", "diff"}
+    assert {row["side"] for row in records["throughput"]["rows"]} == {"softmax", "diff"}
     assert "decoding, DIFF / Transformer | ≥ 1 |  | not measured |" in done.stdout
     assert "blockwise bfloat16: batch 1" in done.stdout
     assert {path.name for path in tmp_path.iterdir()} == {"stages.json", *(f"{stage}.json" for stage in stages)}
@@ -80,7 +78,7 @@ def gpu(monkeypatch):
         raise gpu.gpu_records.Unfinished("out of time before the rest")
 
     stages = {"correctness": fine, "attention": broken, "hopper": killed, "decode": endless, "throughput": fine}
-    stages["step"] = unfinished
+    stages["attention_fp32"] = unfinished
     monkeypatch.setattr(gpu_stages, "STAGES", stages)
     return gpu
 
@@ -217,10 +215,10 @@ def test_a_stage_that_runs_out_is_stopped_with_all_it_started(gpu, tmp_path):
 
 
 def test_a_stage_that_did_not_get_to_all_is_not_done(gpu, tmp_path):
-    assert gpu.run_stages(["step"], 60, True, tmp_path) == 1
-    (step,) = ends(tmp_path)
-    assert (step["status"], step["error"]) == ("unfinished", "out of time before the rest")
-    assert ended(json.loads((tmp_path / "step.json").read_text())["child"])
+    assert gpu.run_stages(["attention_fp32"], 60, True, tmp_path) == 1
+    (stage,) = ends(tmp_path)
+    assert (stage["status"], stage["error"]) == ("unfinished", "out of time before the rest")
+    assert ended(json.loads((tmp_path / "attention_fp32.json").read_text())["child"])
 
 
 def test_tests_that_are_stopped_are_unfinished(gpu, monkeypatch, tmp_path):

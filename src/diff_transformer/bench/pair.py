@@ -1,4 +1,4 @@
-"""The pair of models with random weights, side by side: a training step, prefill, and generation one token at a time.
+"""The pair of models with random weights, side by side: training, prefill, and generation one token at a time.
 
 Weights are in the setting's dtype (lambda in fp32) and attention is each side's default.
 """
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers import StaticCache
 
 from diff_transformer.bench.record import Options
-from diff_transformer.bench.throughput import training_step
 from diff_transformer.bench.timing import Times
 from diff_transformer.lab.paper import THROUGHPUT as PAPER
 from diff_transformer.model.caches import CACHE
@@ -45,20 +44,15 @@ class PairSetting:
         return preset(self.model, **{"max_position_embeddings": self.length + self.tokens, **self.fields})
 
 
-SETTINGS = {  # by benchmark and device
-    ("throughput", "cpu"): [
+SETTINGS = {  # by device
+    "cpu": [
         PairSetting("demo", 16, 128, dtype=torch.float32),
         PairSetting("demo", 1, 1024, fields=SMALL, dtype=torch.float32),
     ],
-    ("throughput", "cuda"): [
+    "cuda": [
         PairSetting("3B", 2, 4096), PairSetting("3B", 4, 2048), PairSetting("13.1B", 4, 2048, EIGHT),
         PairSetting("3B", 2, 4096, EIGHT, compiled=True),
     ],
-    ("step", "cpu"): [
-        PairSetting("demo", 16, 128, dtype=torch.float32),
-        PairSetting("demo", 2, 512, fields={**SMALL, "num_hidden_layers": 2}, dtype=torch.float32),
-    ],
-    ("step", "cuda"): [PairSetting("830M", 4, 2048), PairSetting("3B", 4, 2048, EIGHT)],
 }  # fmt: skip
 MODELS = {  # that generate, by device; four of 28 layers on a GPU
     "cpu": [
@@ -87,24 +81,22 @@ def sides_of(config: DiffTransformerConfig) -> dict[str, DiffTransformerConfig]:
     return {"softmax": matched_baseline(config), "diff": config}
 
 
-def run_pair_benchmark(name: str, settings: list[PairSetting], **options) -> dict:
-    """Benchmark "throughput" or "step" and return the record. ``options``: fields of ``Options``.
+def run_pair_benchmark(settings: list[PairSetting], **options) -> dict:
+    """Benchmark "throughput" and return the record. ``options``: fields of ``Options``.
 
     A row is one side of one setting: its fields, side ("softmax" or "diff"), layers, layers_of_preset, parameters and,
     for each kind, ..._tokens_per_second, ..._quartiles and ..._ratio (to the Transformer's, the median over the turns).
-    The kinds of "throughput" are forward_backward, without an update, and prefill of a cache; ..._paper_ratio is that
-    of Table 7 if it has the setting. The kind of "step" is step: forward, backward, clipping and fused AdamW, as in
-    training.
+    The kinds are forward_backward, without an update, and prefill of a cache; ..._paper_ratio is that of Table 7 if it
+    has the setting.
     """
     run = Options(**options)
-    work = [(f"{s.model} at {s.length}", partial(measure_pair, name, s, run)) for s in settings]
-    return run.collect(name, work)
+    return run.collect("throughput", [(f"{s.model} at {s.length}", partial(measure_pair, s, run)) for s in settings])
 
 
-def measure_pair(name: str, setting: PairSetting, options: Options) -> Iterator[dict]:
+def measure_pair(setting: PairSetting, options: Options) -> Iterator[dict]:
     """A row for the Transformer and one for the DIFF Transformer."""
-    sides, make = sides_of(setting.config()), step_kinds if name == "step" else forward_kinds
-    runs = {(side, kind): run for side in sides for kind, run in make(sides[side], setting, options.device).items()}
+    sides = sides_of(setting.config())
+    runs = {(s, kind): run for s in sides for kind, run in forward_kinds(sides[s], setting, options.device).items()}
     times = options.times(runs)
     paper = PAPER.get((setting.model, setting.length), {})
     for side, config in sides.items():
@@ -158,13 +150,6 @@ def forward_kinds(config, setting: PairSetting, device: str) -> dict[str, Callab
         model(input_ids=ids, use_cache=True, logits_to_keep=1)
 
     return {"forward_backward": forward_backward, "prefill": prefill}
-
-
-def step_kinds(config, setting: PairSetting, device: str) -> dict[str, Callable[[], None]]:
-    """A step of training of a new model with fp32 weights, in mixed precision for a setting in bf16."""
-    model, ids = build_model(config, device, torch.float32), random_ids(config, setting.batch, setting.length, device)
-    precision = "32-true" if setting.dtype == torch.float32 else "bf16-mixed"
-    return {"step": training_step(model, ids, precision)}
 
 
 def generation_rows(setting: PairSetting, options: Options) -> Iterator[dict]:

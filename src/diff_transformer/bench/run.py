@@ -11,7 +11,7 @@ from diff_transformer.checks import require_device, require_known
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 
-BENCHMARKS = ("attention", "decode", "throughput", "step")
+BENCHMARKS = ("attention", "decode", "throughput")
 SIZES = ("batch", "heads", "kv_heads", "length", "cache", "width", "layers")
 SHOWN = ("_ms", "ratio", "us", "copy_share", "tokens_per_second", "peak_bytes")  # ends of fields
 
@@ -22,8 +22,6 @@ def run_bench(
     full: bool = False,
     device: str = "cpu",
     grid: str | None = None,
-    *,
-    overwrite: bool = False,
     **options: Any,
 ) -> dict:
     """Run benchmark ``name``, one of ``BENCHMARKS``, print its rows, return the record.
@@ -34,12 +32,11 @@ def run_bench(
     Args:
         grid: shapes of "attention" to time instead: "1x4x2048x64,..." is batch x heads x length x width, with a final n
             for attention without the causal mask.
-        overwrite: replace ``out`` if it exists.
         options: further arguments of ``run_attention_benchmark`` and the other runners (repeats, backends, ...).
 
     Raises:
-        UserError: before anything runs, for an unknown name or device, a malformed grid, an existing ``out`` without
-            ``overwrite``, and a folder that is not writable.
+        UserError: before anything runs, for an unknown name or device, a malformed grid, an existing ``out``, and a
+            folder that is not writable.
     """
     from diff_transformer.bench import attention, decode, pair
 
@@ -51,7 +48,7 @@ def run_bench(
     shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     require_writable(out.parent)
-    if out.exists() and not overwrite:
+    if out.exists():
         raise UserError(f"{out} exists; choose another --out, or leave it out for a new file in runs/bench")
     options |= {"device": device, "out": out, "on_row": lambda row: print(shown(row), flush=True)}
     if name in ("attention", "decode"):
@@ -63,7 +60,7 @@ def run_bench(
         caches = decode.GPU_GRID if kind == "cuda" else decode.CPU_GRID
         record = decode.run_decode_benchmark(caches, pair.MODELS[kind], **options)
     else:
-        record = pair.run_pair_benchmark(name, pair.SETTINGS[name, kind], **options)
+        record = pair.run_pair_benchmark(pair.SETTINGS[kind], **options)
     print(f"record: {out}")
     return record
 

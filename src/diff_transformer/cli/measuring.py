@@ -138,7 +138,7 @@ def _bar(prompts: int) -> Generator:
 
 @app.command()
 def bench(
-    name: Annotated[str, typer.Argument(help="attention, decode, throughput or step.")],
+    name: Annotated[str, typer.Argument(help="attention, decode or throughput.")],
     out: Annotated[
         Path | None, typer.Option("--out", help="JSON file for the record; must be new. Default: in runs/bench.")
     ] = None,
