@@ -169,6 +169,8 @@ def test_tables_are_differences_or_values():
     assert lines[4].endswith("| held |")
     alone = markdown(Rows(comparison(("llama",))), ["needle_n1_r1"])
     assert alone.splitlines()[-1] == "| 1 needle | 0.900 (0.769 to 0.960), n 40 |"
+    twice = [row("mine", side, example="x", right=right) for side in ("diff", "softmax") for right in (True, False)]
+    assert "| DIFF | mine right | 0.500 | 0.500 | +0.000 | 1 |" in markdown(Rows(twice))
     with pytest.raises(UserError, match=r"no quantity 'los' \(did you mean 'loss'"):
         markdown(Rows(comparison()), ["los"])
 

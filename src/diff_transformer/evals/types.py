@@ -10,8 +10,9 @@ class Result:
     Attributes:
         experiment: its name.
         rows: one dictionary an example, with the columns of ``lab.rows.TABLES`` and texts (prompt, expected, got).
-            ``example`` names it, by default its place; sides are paired by it. A row of another table than that of the
-            experiment has its name in ``experiment``; without a model to measure, rows say theirs in ``side``.
+            ``example`` names it, by default its place; sides are paired by it, and several rows of one example are
+            averaged. A row of another table than that of the experiment has its name in ``experiment``; without a model
+            to measure, rows say theirs in ``side``.
         about: settings, and facts that were found out, as the number of texts.
     """
 

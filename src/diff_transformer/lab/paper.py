@@ -8,10 +8,6 @@ from statistics import fmean
 Two = tuple[float, float]
 
 LOSSES: dict[str, Two] = {"validation": (3.087, 3.062), "ar_hit": (0.898, 0.880), "others": (3.272, 3.247)}  # Table 6
-ABLATION = {  # Table 6: loss of its other rows
-    "half the heads": 3.088, "with head norm": 3.086, "without head norm": 3.122, "λ init 0.8": 3.065,
-    "λ init 0.5": 3.066,
-}  # fmt: skip
 NEEDLES: dict[tuple[int, int], Two] = {
     (1, 1): (1.00, 1.00),
     (2, 2): (0.85, 0.92),
@@ -104,12 +100,9 @@ _LOSS, _NEEDLES = _sides(LOSSES.values(), ".3f"), _sides(NEEDLES.values(), ".2f"
 _LOGITS, _HIDDEN = (list(zip(*OUTLIERS[kind], strict=True)) for kind in ("logits", "hidden"))
 _SIZES, _MORE_SIZES, _TOKENS = SCALING
 _SHOTS = [f"{gain} on {name}" for name, gain in SHOTS.items()]
-_WIDE, _NORM, _NO_NORM, *_LAMBDAS = (f"{name} {loss}" for name, loss in ABLATION.items())
 
-# What pages say "in the paper", by the experiment.
+# What pages say "in the paper", by the experiment or the figure.
 SAID = {
-    "ablation": f"at 1.4 B †, all tokens: Transformer {LOSSES['validation'][0]}, {_WIDE}, {_NORM}; DIFF "
-    f"{LOSSES['validation'][1]}, {_NO_NORM}, {', '.join(_LAMBDAS)}.",
     "allocation": f"at depths {', '.join(map(str, DEPTHS))} %, answer: Transformer {_row(ALLOCATION['answer'][0])}, "
     f"DIFF {_row(ALLOCATION['answer'][1])}; noise: {' and '.join(map(_row, ALLOCATION['noise']))}.",
     "gradient_flow": "the appendix derives the gradients in closed form and concludes that magnitudes are equal; it "
@@ -123,7 +116,7 @@ SAID = {
     "long_nll": "at 3 B, with continued training to 64 K tokens, both curves keep falling to the end, and DIFF's is "
     "the lower.",
     "associative_recall": f"at 1.4 B †, all tokens, AR-Hit, others: Transformer {_LOSS[0]}, DIFF {_LOSS[1]}.",
-    "loss": f"{_SIZES[0]} B parameters of DIFF reach the loss of an {_SIZES[1]} B Transformer, and {_TOKENS[0]} B "
+    "losses": f"{_SIZES[0]} B parameters of DIFF reach the loss of an {_SIZES[1]} B Transformer, and {_TOKENS[0]} B "
     f"tokens reach that of {_TOKENS[1]} B.",
     "many_shot": f"at 3 B and up to 64 K tokens, DIFF leads by {SHOTS['TREC']} points on TREC, {_SHOTS[1]}, "
     f"{_SHOTS[2]} and {_SHOTS[3]} †. On TREC its best and worst order differ by {ORDERS['random'][1]} points (random) "

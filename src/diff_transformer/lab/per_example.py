@@ -116,8 +116,8 @@ def late_loss(*names: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
     return of
 
 
-def over_heads(column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """The mean of a column over the heads of all layers, for each row of text."""
+def mean_of(column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
+    """The mean of a column over the rows of each example, as over the heads of all layers for a row of text."""
 
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
         return frame.groupby(list(UNIT), sort=False)[column].mean().reset_index()

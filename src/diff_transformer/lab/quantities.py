@@ -19,8 +19,8 @@ from diff_transformer.lab.per_example import (
     late_loss,
     loss_up_to,
     many_orders,
+    mean_of,
     orders,
-    over_heads,
     over_layers,
     steps_to_goal,
     times_the_length,
@@ -288,7 +288,7 @@ _REGISTERED = [
     *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))
       for key, words in (("median", "median"), ("largest", "largest"))),
     Quantity("gradient_spikes", "gradient spikes", "", "", "gradients", ("spikes",)),
-    *(Quantity(f"anatomy_{column}", words, unit, "", "anatomy", (column,), of=over_heads(column))
+    *(Quantity(f"anatomy_{column}", words, unit, "", "anatomy", (column,), of=mean_of(column))
       for column, words, unit in (
           ("negative_mass", "negative attention", "share"), ("sink", "attention on the first token", "share"),
           ("keys", "effective keys of a head", ""), ("distance", "distance of heads' maps", ""),
@@ -349,7 +349,7 @@ def further(rows: Rows) -> list[Quantity]:
     ]  # fmt: skip
     others = [name for name in rows.experiments if name not in TABLES]
     made += [
-        Quantity(f"{name}_{column}", f"{name} {column}".replace("_", " "), "", "", name, (column,))
+        Quantity(f"{name}_{column}", f"{name} {column}".replace("_", " "), "", "", name, (column,), of=mean_of(column))
         for name in others
         for column in numbers_of(name, rows)
     ]

@@ -33,7 +33,7 @@ class Figure:
     @property
     def paper(self) -> str:
         """The paper's result; "" where it has none."""
-        return SAID.get(self.table, SAID.get(self.id, ""))
+        return SAID.get(self.table, SAID.get(self.id, "")) if self.source else ""
 
 
 FIGURES: list[Figure] = []
@@ -282,8 +282,12 @@ def throughput(rows: Rows, sides: Sides) -> list[Panel]:
     return [Panel(f"{title}, tokens a second", frame, y, "model") for title, y in ways.items()]
 
 
-def own(experiment: str, rows: Rows) -> list[Panel]:
-    """Panels of an experiment that has no figure: the mean of each column of numbers."""
-    numbers, frame = numbers_of(experiment, rows), rows[experiment]
-    made = frame.assign(all="all", **{name: frame[name].astype(float) for name in numbers})
-    return [Panel(name.replace("_", " "), made, name, "all") for name in numbers]
+def of_own(experiment: str) -> Figure:
+    """The figure of an experiment that is not of this package: the mean of each column of numbers."""
+
+    def panels(rows: Rows, sides: Sides) -> list[Panel]:
+        numbers, frame = numbers_of(experiment, rows), rows[experiment]
+        made = frame.assign(all="all", **{name: frame[name].astype(float) for name in numbers})
+        return [Panel(name.replace("_", " "), made, name, "all") for name in numbers]
+
+    return Figure(experiment, experiment.replace("_", " ").capitalize(), "", experiment, "", panels)

@@ -9,20 +9,23 @@ from dataclasses import dataclass, field
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 from markupsafe import Markup
 
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, registered
+from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, numbers_of, registered
 from diff_transformer.lab.results import read_results
-from diff_transformer.lab.rows import SETTINGS, TABLES, Rows, clean
+from diff_transformer.lab.rows import PART_OF, SETTINGS, TABLES, Rows, clean
 from diff_transformer.lab.sides import BASELINE, CONTROLS, NAMES, PAIR, SOURCE, name_of
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, judge
 from diff_transformer.report import words
 from diff_transformer.report.explorer import examples
+
+if TYPE_CHECKING:
+    from diff_transformer.report.figures import Figure
 
 logger = logging.getLogger("diff_transformer")
 
@@ -106,12 +109,8 @@ def judged(rows: Rows) -> tuple[str, Verdicts]:
 class Drawn:
     """A figure of the page, drawn for wide and for narrow screens."""
 
-    id: str
-    title: str
-    source: str = ""
-    read: str = ""
-    paper: str = ""
-    sides: dict[str, str] = field(default_factory=dict)
+    figure: "Figure"
+    sides: dict[str, str]
     wide: str = ""
     narrow: str = ""
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
@@ -202,45 +201,23 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
 
 def _figures(rows: Rows, sides: dict[str, str], prefix: str, only: Sequence[str] | None) -> list[Drawn]:
     """The registered figures, and one of each experiment that is not one of this package."""
-    from diff_transformer.report.figures import FIGURES, own
+    from diff_transformer.report.figures import FIGURES, of_own
 
     chosen = [each for each in FIGURES if len(rows[each.table]) and (only is None or each.id in only)]
-    made = [
-        _drawn(
-            rows,
-            sides,
-            each.table,
-            each.panels,
-            f"{prefix}{each.id}",
-            each.id,
-            each.title,
-            each.source,
-            each.read,
-            each.paper,
-        )
-        for each in chosen
-    ]
-    for name in [name for name in rows.experiments if name not in TABLES] if only is None else []:
-        if not own(name, rows):
-            continue
-        panels = lambda rows, sides, name=name: own(name, rows)  # noqa: E731
-        made.append(
-            _drawn(rows, sides, name, panels, f"{prefix}own{len(made)}", name, name.replace("_", " ").capitalize())
-        )
-    return made
+    if only is None:
+        chosen += [of_own(name) for name in rows.experiments if name not in TABLES and numbers_of(name, rows)]
+    return [_drawn(rows, sides, each, f"{prefix}{place}") for place, each in enumerate(chosen)]
 
 
-def _drawn(
-    rows: Rows, sides: dict[str, str], table: str, panels: Any, prefix: str, id: str, title: str, source: str = "",
-    read: str = "", paper: str = "",
-) -> Drawn:  # fmt: skip
+def _drawn(rows: Rows, sides: dict[str, str], figure: "Figure", prefix: str) -> Drawn:
     """The figure; one that raises is named on the page with its error, and the others are drawn."""
     from diff_transformer.report.charts import NARROW, WIDE, draw, numbers, svg
 
+    table = figure.table
     shown = {side: name for side, name in sides.items() if (rows[table]["side"] == side).any()}
-    made = partial(Drawn, id, title, source, read, paper, shown)
+    made = partial(Drawn, figure, shown)
     try:
-        of = panels(rows, shown)
+        of = figure.panels(rows, shown)
         across = min(max(len(of), 2), 3)
         wide, narrow = draw(of, sides, WIDE / across - 66, across), draw(of, sides, NARROW - 60, 1)
         return made(
@@ -248,14 +225,14 @@ def _drawn(
             words.examples_of(rows, table),
         )  # fmt: skip
     except Exception as error:
-        logger.warning("the figure %s cannot be drawn", title, exc_info=True)
+        logger.warning("the figure %s cannot be drawn", figure.title, exc_info=True)
         return made(error=f"{type(error).__name__}: {clean(str(error))[:300]}")
 
 
 def _settings(rows: Rows, experiment: str, sides: dict[str, str]) -> str:
     """The settings of an experiment; where models were measured with other ones, whose is which."""
-    by_side = {side: rows.about(experiment.removesuffix("_top"), side=side) for side in sides}
-    keys = [key for key in SETTINGS if any(key in of for of in by_side.values())]
+    by_side = {side: rows.about(PART_OF.get(experiment, experiment), side=side) for side in sides}
+    keys = [key for key in SETTINGS if any(of.get(key) for of in by_side.values())]
     said = []
     for key in keys:
         values = {side: str(of.get(key)) for side, of in by_side.items()}
