@@ -86,7 +86,7 @@ def build(kind: Any, values: Mapping[str, Any], prefix: str = "") -> Any:
 
 
 def validate(kind: Any, value: Any, name: str) -> Any:
-    """``value``, one of JSON, as the type ``kind`` with its constraints.
+    """``value``, one of JSON or a path, as the type ``kind`` with its constraints.
 
     Args:
         name: of the setting, or the prefix of its settings' names, for the message.
@@ -95,7 +95,7 @@ def validate(kind: Any, value: Any, name: str) -> Any:
         UserError: for a value that is not of this type.
     """
     try:
-        return _adapter(kind).validate_json(json.dumps(value), strict=True)
+        return _adapter(kind).validate_json(json.dumps(value, default=str), strict=True)
     except ValidationError as error:
         first = error.errors(include_url=False)[0]
     path, inner = [], value

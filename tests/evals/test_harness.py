@@ -112,9 +112,13 @@ def test_without_examples_of_their_own_the_other_items_serve():
     assert [row["prompt"] for row in other.rows] != [row["prompt"] for row in result.rows]
 
 
-def test_more_shots_than_examples_are_refused_and_samples_are_the_first_ones():
+def test_tasks_that_cannot_be_asked_are_refused_and_samples_are_the_first_ones():
     with pytest.raises(ValueError, match="5 shots are more than the 4 examples that sums has"):
         evaluate_harness(knowing(), TASKS, Settings(shots=5))
+    task = TASKS["sums"]()
+    task.aggregation = lambda: {"f1": max}
+    with pytest.raises(ValueError, match="task sums is of type multiple_choice and scored by f1; give tasks of"):
+        evaluate_harness(knowing(), {"sums": lambda: task})
     for samples, count in ((2, 2), (100, 8)):
         assert [row["prompt"] for row in evaluate_harness(knowing(), TASKS, Settings(samples=samples)).rows] == [
             f"Question: {item.question}\nAnswer:" for item in ITEMS[:count]

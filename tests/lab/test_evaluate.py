@@ -128,9 +128,11 @@ def test_a_script_names_the_model_and_the_settings(tmp_path):
     with pytest.raises(ValueError, match=r"no setting 'outliers.sample' .did you mean 'outliers.samples'"):
         run_eval("outliers", tmp_path / "model", {"sample": 1}, str(tmp_path / "one.jsonl.gz"))
     assert not (tmp_path / "one.jsonl.gz").exists()
-    record = run_eval("outliers", str(tmp_path / "model"), {"length": 32}, str(tmp_path / "one.jsonl.gz"), quick=True)
+    (tmp_path / "text.txt").write_text("A line of plain words about the weather in the hills.\n" * 600)
+    given = {"length": 32, "corpus": tmp_path / "text.txt"}
+    record = run_eval("outliers", str(tmp_path / "model"), given, str(tmp_path / "one.jsonl.gz"), quick=True)
     about, rows = record.rows.about("outliers"), read_file(tmp_path / "one.jsonl.gz")
-    assert (about["length"], about["samples"]) == (32, 32)
+    assert (about["length"], about["samples"], about["corpus"]) == (32, 32, str(tmp_path / "text.txt"))
     assert max(row["logits_top1"] for row in rows if row["experiment"] == "outliers") == record.metrics["logits"]
     with pytest.raises(ValueError, match="outliers measures a model; give its folder"):
         run_eval("outliers", None, {}, tmp_path / "two.jsonl.gz")

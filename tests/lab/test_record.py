@@ -100,8 +100,13 @@ def test_the_same_measurement_counts_once_and_another_setting_is_named(tmp_path)
     write_rows(tmp_path / "a.jsonl.gz", of_eval("m", "x/m", "1", samples=20))
     write_rows(tmp_path / "b.jsonl.gz", of_eval("m", "x/m", "1", samples=20))
     assert len(read_rows(tmp_path)["needle"]) == 1
-    write_rows(tmp_path / "c.jsonl.gz", of_eval("m", "x/m", "1", samples=40))
-    assert read_rows(tmp_path).sides == ["m", "m (samples 40)"]
+    of_part = row("allocation_heads", "m", answer=1.0)
+    for samples, name in ((20, "a"), (20, "b"), (40, "c"), (40, "d"), (60, "e")):
+        about = row("about", "m", example="samples", of="allocation", key="samples", value=samples)
+        write_rows(tmp_path / f"{name}.jsonl.gz", [*of_eval("m", "x/m", "1", samples=samples), of_part, about])
+    rows = read_rows(tmp_path)
+    for name in ("needle", "allocation_heads"):
+        assert [*rows[name]["side"]] == ["m", "m (samples 40)", "m (samples 60)"]
 
 
 def test_parts_of_an_unfinished_run_are_not_counted_twice(tmp_path):

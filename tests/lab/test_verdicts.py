@@ -134,12 +134,17 @@ def test_other_examples_are_not_paired():
     assert not judge(Rows(rows), "diff", ["softmax"])
 
 
-def test_measurements_with_other_settings_are_not_judged_against_each_other():
-    rows = [row for row in comparison() if not (row["experiment"] == "about" and row.get("of") == "needle")]
-    rows += [row("about", side, 0, "demo", of="needle", example="length", key="length", value=length)
-             for side, length in (("diff", 64), ("softmax", 128))]  # fmt: skip
-    verdict = outcomes(rows)["needle_n1_r1"]
-    assert verdict.untested == "measured with other settings: length 64 and 128"
+@pytest.mark.parametrize(
+    ("experiment", "id", "key", "values"),
+    [("needle", "needle_n1_r1", "length", (64, 128)), ("needle", "needle_n1_r1", "depths", ([0.5], [0.0, 1.0])),
+     ("allocation", "answer", "part", ("all", "validation"))],
+)  # fmt: skip
+def test_measurements_with_other_settings_are_not_judged_against_each_other(experiment, id, key, values):
+    rows = [row for row in comparison() if not (row["experiment"] == "about" and row.get("of") == experiment)]
+    rows += [row("about", side, 0, "demo", of=experiment, example=key, key=key, value=value)
+             for side, value in zip(("diff", "softmax"), values, strict=True)]  # fmt: skip
+    verdict = outcomes(rows)[id]
+    assert verdict.untested == f"measured with other settings: {key} {values[0]} and {values[1]}"
     assert verdict.outcome is Outcome.UNDECIDED
 
 

@@ -96,7 +96,8 @@ def evaluate_harness(
         ``score``, that of the two which the paper takes.
 
     Raises:
-        UserError: if the harness is not installed, or a task cannot be downloaded or has too few examples.
+        UserError: if the harness is not installed, or a task cannot be downloaded, has too few examples, or is not
+            scored by accuracy.
     """
     check_template(getattr(lm, "tokenizer", None), settings.chat_template)
     lm_eval = require_installed()
@@ -113,8 +114,11 @@ def evaluate_harness(
 def _scored(lm_eval, model, name: str, task, settings: Settings) -> list[dict]:
     """A row for each of the first items. They are scored together: the draw of examples depends on it."""
     shots, chat = settings.shots, settings.chat_template
-    if task.OUTPUT_TYPE != "multiple_choice":
-        raise UserError(f"task {name} is of type {task.OUTPUT_TYPE}; give tasks of multiple choice, as the paper's are")
+    if task.OUTPUT_TYPE != "multiple_choice" or "acc" not in task.aggregation():
+        raise UserError(
+            f"task {name} is of type {task.OUTPUT_TYPE} and scored by {', '.join(task.aggregation())}; give tasks of "
+            "multiple choice that are scored by acc, as the paper's are"
+        )
     if shots and shots > (there := len(task.fewshot_docs()) - (task.config.fewshot_split == "test")):
         raise UserError(f"{shots} shots are more than the {there} examples that {name} has; give fewer")
     task.set_config("num_fewshot", shots)

@@ -94,5 +94,8 @@ def _configuration(name: str) -> Any:
 
 
 def _named(name: str, config: Any) -> str:
-    size = "" if config is None else f" ({model_cost(nearest(config)).total_parameters:,} parameters)"
-    return f"{label_of(name)}{size}"
+    if config is None:
+        return label_of(name)
+    near = nearest(config)
+    about = "" if near is config else "about "  # of another library's architecture
+    return f"{label_of(name)} ({about}{model_cost(near).total_parameters:,} parameters)"

@@ -67,6 +67,10 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
     "scaling_runs": ("fit", "x", "loss", "fitted"),
     "about": ("of", "key", "value"),  # a setting of the run ("run", "training"), or of an experiment
 }
+PART_OF = {  # tables that an experiment of another name writes
+    "allocation_heads": "allocation", "outliers_top": "outliers", "quantization_choice": "quantization",
+    "recall_first": "recall", "hessian": "anatomy", "scaling_runs": "scaling",
+}  # fmt: skip
 CURVES = ("training", "validation", "recall_curve", "needles_curve", "sources", "lambda")
 _TEXT = {"setting", "side", "experiment", "example", "kind", "of", "key", "order", "set", "task", "state", "part"}
 _TEXT |= {"source", "fit", "entry", "prompt", "expected", "got"}
@@ -270,20 +274,20 @@ def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
     models: dict[tuple, dict[tuple, None]] = defaultdict(dict)  # setting, side, seed -> the models of that name
     for identity in identities:
         models[identity[:3]].setdefault(identity[3:])
-    seen: dict[tuple, dict] = {}  # measurement -> its settings
+    seen: dict[tuple, list[dict]] = defaultdict(list)  # measurement -> its settings
     for rows, identity in zip(parts, identities, strict=True):
         side = _longer(identity[1], *identity[3:], [*models[identity[:3]]])
         for of in _grouped(rows, ("experiment", "data_seed", "of")):
             name = of[0]["of"] if of[0]["experiment"] == "about" else of[0]["experiment"]
-            settings = _settings(rows, name)
-            measurement = (*identity, of[0]["experiment"], name, of[0].get("data_seed", 0))
-            first = seen.setdefault(measurement, settings)
-            if first is settings:
-                yield [{**row, "side": side} for row in of]
-            elif first != settings:
-                different = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
-                more = ", ".join(f"{key} {settings.get(key)}" for key in different)
-                yield [{**row, "side": f"{side} ({more})"} for row in of]
+            settings = _settings(rows, PART_OF.get(name, name))
+            known = seen[*identity, of[0]["experiment"], name, of[0].get("data_seed", 0)]
+            if settings in known:
+                continue
+            known.append(settings)
+            first = known[0]
+            different = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
+            more = ", ".join(f"{key} {settings.get(key)}" for key in different)
+            yield [{**row, "side": f"{side} ({more})" if more else side} for row in of]
 
 
 def _identity(rows: list[dict]) -> tuple:
@@ -324,8 +328,8 @@ CIRCUMSTANCES = (  # facts that may differ between repeated measurements
 
 
 SETTINGS = (  # of a measurement; models are compared if they agree in these
-    "length", "lengths", "samples", "digits", "wording", "bits", "granularity", "batch", "repeats", "shots", "corpus",
-    "data",
+    "length", "lengths", "depths", "needles", "samples", "digits", "wording", "scoring", "chat_template", "judge",
+    "bits", "granularity", "batch", "repeats", "shots", "part", "corpus", "data",
 )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 
 from diff_transformer.lab.quantities import Quantity, registered
-from diff_transformer.lab.rows import SETTINGS, Rows
+from diff_transformer.lab.rows import PART_OF, SETTINGS, Rows
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Difference, holm, paired
 
 
@@ -113,7 +113,7 @@ def _judge(rows: Rows, quantity: Quantity, ours: str, other: str, gone: set) -> 
 
 def _other_settings(rows: Rows, experiment: str, ours: str, other: str) -> str:
     """Why two sides cannot be compared, if they were measured with other settings; "" if not."""
-    first, second = (rows.about(experiment, side=side) for side in (ours, other))
+    first, second = (rows.about(PART_OF.get(experiment, experiment), side=side) for side in (ours, other))
     for key in SETTINGS:
         if key in first and key in second and first[key] != second[key]:
             return f"measured with other settings: {key} {first[key]} and {second[key]}"
