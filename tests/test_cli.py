@@ -2,6 +2,7 @@ import dataclasses
 import errno
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from command_line import cli
@@ -216,6 +217,15 @@ def test_a_bug_shows_its_traceback(monkeypatch, tmp_path):
     monkeypatch.setattr("diff_transformer.train.loop.train", lambda *_, **__: {}["a bug"])
     with pytest.raises(KeyError, match="a bug"):
         cli("train", "--recipe", "debug", "--out", tmp_path / "x")
+
+
+def test_paths_with_brackets_are_shown_as_they_are(monkeypatch, tmp_path):
+    def train(config, out, *, announce, **_):
+        announce("of my[b]/texts")
+        return SimpleNamespace(folder=out)
+
+    monkeypatch.setattr("diff_transformer.train.loop.train", train)
+    assert "of my[b]/texts" in cli("train", "--recipe", "debug", "--out", tmp_path / "x").stdout
 
 
 def test_a_full_disk_is_a_message(monkeypatch, tmp_path):

@@ -21,12 +21,6 @@ def require_positive(**sizes: float | None) -> None:
             raise UserError(f"{name} is {value}; it must be positive")
 
 
-def require_seed(name: str, seed: int | None) -> None:
-    """Raise UserError unless every generator of random numbers takes ``seed``, or it is None."""
-    if seed is not None and not 0 <= seed <= MAX_SEED:
-        raise UserError(f"{name} is {seed}; give a whole number from 0 to {MAX_SEED}")
-
-
 def read_json(path: Path, advice: str = "restore it from a copy") -> Any:
     """The value of a JSON file.
 

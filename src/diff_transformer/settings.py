@@ -8,6 +8,7 @@ import dataclasses
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 from functools import cache
@@ -28,7 +29,7 @@ Depths = Annotated[tuple[Annotated[float, Field(ge=0, le=1)], ...], Field(min_le
 
 
 def parse(assignment: str) -> tuple[str, Any]:
-    """The key and the value of ``key=value``; the value is JSON, Python's True, False or None, or else a text.
+    """The key and the value of ``key=value``; the value is JSON (also ``.5``), Python's True, False or None, or a text.
 
     Raises:
         UserError: if there is no ``=``, or for a number that is not finite.
@@ -37,7 +38,7 @@ def parse(assignment: str) -> tuple[str, Any]:
     if not separator:
         raise UserError(f"{assignment!r} is not an assignment; write key=value, such as train.steps=100")
     try:
-        value = json.loads(text)
+        value = json.loads(re.sub(r"^(-?)(?=\.\d)", r"\g<1>0", text))
     except ValueError:
         text = os.path.expanduser(text.strip())  # a shell expands ~ at the beginning of an argument alone
         value = {"True": True, "False": False, "None": None}.get(text, text)
@@ -50,7 +51,7 @@ def assign(values: dict[str, Any], assignments: Iterable[str], open_ended: Seque
     """Set dotted keys of nested dictionaries in place: ``["optim.lr=1e-3", "data.mixture.text=0.5"]``.
 
     Args:
-        open_ended: patterns of keys that need not be in ``values`` yet, such as ``"data.mixture.*"``.
+        open_ended: patterns of keys that need not be in ``values`` yet, nor what they are in: ``"data.mixture.*"``.
 
     Returns:
         The keys that were set.
@@ -63,9 +64,11 @@ def assign(values: dict[str, Any], assignments: Iterable[str], open_ended: Seque
         path, value = parse(assignment)
         *parents, key = path.split(".")
         place: Any = values
+        new = any(fnmatchcase(path, pattern) for pattern in open_ended)
         for parent in parents:
-            place = place.get(parent) if isinstance(place, dict) else None
-        if not isinstance(place, dict) or (key not in place and not any(fnmatchcase(path, p) for p in open_ended)):
+            if isinstance(place, dict):
+                place = place.setdefault(parent, {}) if new else place.get(parent)
+        if not isinstance(place, dict) or (key not in place and not new):
             raise unknown(path, _dotted(values))
         place[key] = value
         assigned.append(path)

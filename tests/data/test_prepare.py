@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
+from diff_transformer import durable
 from diff_transformer.cli.prepare import run_prepare, run_verify
 from diff_transformer.data import prepare as prepare_module
 from diff_transformer.data.corpus import load_corpus
@@ -83,10 +84,10 @@ def test_wide_vocabularies_get_wide_integers(tmp_path, rows):
 
 
 def test_the_command_says_what_was_made_and_what_comes_next(tmp_path, rows, capsys):
-    run_prepare(list(rows.sources), tmp_path / "out", {"tokenizer": "bytes", "validation": 0.2})
+    run_prepare(list(rows.sources), tmp_path / "my out", {"tokenizer": "bytes", "validation": 0.2})
     said = capsys.readouterr().out
     assert "validation: " in said
-    assert f"data.corpus={tmp_path / 'out'} --set 'data.mixture={{\"text\": 1}}' --out RUN" in said
+    assert f"--set 'data.corpus={tmp_path / 'my out'}' --set 'data.mixture={{\"text\": 1}}' --out RUN" in said
 
 
 def test_progress_counts_the_bytes_of_the_input(tmp_path, rows):
@@ -115,6 +116,7 @@ def test_after_a_stop_at_any_moment_resuming_gives_the_same_bytes(tmp_path, rows
             replace(source, target)
 
         monkeypatch.setattr(os, "replace", stopping)
+        monkeypatch.setattr(durable, "remove", lambda partial: None)  # a killed process removes nothing
         try:
             prepare(rows, out)
             break
@@ -171,6 +173,14 @@ def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
     with pytest.raises(UserError, match=r"tasks: 4 against 5\n  file .*new\.jsonl: None against .*\ngive") as raised:
         prepare(rows, out, resume=True)
     assert "0.jsonl" not in str(raised.value)
+
+
+def test_rows_without_text_may_be_skipped_after_all(tmp_path, rows):
+    (tmp_path / "in" / "9.jsonl").write_text('{"body": "x"}\n')
+    with pytest.raises(UserError, match="row 1 has no text"):
+        prepare(rows, tmp_path / "out")
+    run_prepare([], tmp_path / "out", {"skip_invalid": True}, resume=True)
+    assert totals(tmp_path / "out")["left_out"]["invalid"] == 1
 
 
 def test_nothing_is_written_over(tmp_path, rows):

@@ -112,10 +112,13 @@ def test_files_are_held_out_by_name_and_stay_put_when_others_come(tmp_path):
 
 @pytest.mark.parametrize("side", ["val", "valid", "validation"])
 def test_folders_train_and_val_are_the_split(tmp_path, side):
-    files = {"in/train/a.txt": "a", f"in/{side}/b.txt": "b", "in/c.txt": "not read", "in/train/d.jsonl": lines_of("d")}
-    write(tmp_path, files)
-    assert read(tmp_path)[0] == [("train", "a"), ("train", "d"), ("validation", "b")]
-    corpus = load_corpus(tmp_path)
+    """The held-out side is a link to a folder; a link to the folder itself is not followed."""
+    files = {"in/train/a.txt": "a", "in/c.txt": "not read", "in/train/d.jsonl": lines_of("d")}
+    write(tmp_path, {"held/b.txt": "b"} | {f"all/{name}": text for name, text in files.items()})
+    (tmp_path / "all" / "in" / side).symlink_to(tmp_path / "held")
+    (tmp_path / "all" / "in" / "train" / "loop").symlink_to(tmp_path / "all")
+    assert read(tmp_path / "all")[0] == [("train", "a"), ("train", "d"), ("validation", "b")]
+    corpus = load_corpus(tmp_path / "all")
     assert names_of(corpus.train) == ["train/a.txt", "train/d.jsonl[0]"]
     assert names_of(corpus.validation) == [f"{side}/b.txt"]
 

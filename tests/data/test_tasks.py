@@ -154,6 +154,9 @@ def test_several_sources_samples_and_seeds(tmp_path):
     path, other = write(tmp_path / "a.jsonl", *rows), write(tmp_path / "b.jsonl", *rows[:3])
     sets = load_grounded(f"{path}, {other}", samples=5)
     assert {name: len(items) for name, items in sets.items()} == {"a": 5, "b": 3}
+    (tmp_path / "more").mkdir()
+    again = write(tmp_path / "more" / "a.jsonl", *rows[:2])
+    assert [len(items) for items in load_grounded(f"{path},{again}").values()] == [30, 2]
     assert load_grounded(f"{path}", samples=5)["a"] == sets["a"]
     assert load_grounded(f"{path}", samples=5, seed=1)["a"] != sets["a"]
     assert set(load_grounded(f"{path}", samples=4)["a"]) < set(sets["a"])

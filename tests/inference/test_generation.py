@@ -148,10 +148,11 @@ def test_generate_takes_batches_and_assistants():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens is 0; it must be positive"),
-        ({"temperature": -1.0}, "temperature is -1.0; give 0"),
-        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; give more than 0"),
-        ({"seed": -5, "temperature": 1.0}, "seed is -5; give a whole number from 0 to 4294967295"),
+        ({"max_new_tokens": 0}, "max_new_tokens is 0; input should be greater than 0"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens is 2.5; input should be a valid integer"),
+        ({"temperature": -1.0}, "temperature is -1.0; input should be greater than or equal to 0"),
+        ({"temperature": 1.0, "top_p": 0.0}, "top_p is 0.0; input should be greater than 0"),
+        ({"seed": -5, "temperature": 1.0}, "seed is -5; input should be greater than or equal to 0"),
         ({"seed": 3}, "temperature is 0; give a temperature above 0"),
     ],
 )

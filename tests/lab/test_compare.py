@@ -174,7 +174,7 @@ def test_strange_folders_are_left_alone(assignments, tmp_path):
 
 def test_what_cannot_be_compared_is_refused_before_anything_is_written(assignments, tmp_path, monkeypatch):
     config, out = override(recipe("debug"), assignments), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"model.rope_parameters is .*, which lacks 'factor'"):
+    with pytest.raises(ValueError, match=r"model.rope_parameters is .*; it lacks 'factor'"):
         compare(override(config, ['model.rope_parameters={"rope_type": "linear"}']), out)
     found = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "vl_convert" else found(name))

@@ -10,9 +10,10 @@ from diff_transformer.train.loop import train
 
 def test_overrides_reach_every_kind_of_value():
     assignments = [
-        "optim.lr=3e-4", "train.steps=7", "data.mixture.text=0.25", "model.attention=softmax", "train.compile=true",
+        "optim.lr=.0003", "train.steps=7", "data.mixture.text=0.25", "model.attention=softmax", "train.compile=true",
         "optim.betas=[0.9, 0.99]", "model.head_norm=no_weight", "model.head_norm_init=1", "data.needles.counts=[1,3]",
         "evaluation.needles=[[1,1],[3,2]]", "optim.weight_decay=1", "data.max_bytes=null", "train.initial_model=~/m",
+        "evaluation.more.needle.samples=3",
     ]  # fmt: skip
     config = override(recipe("debug"), assignments)
     assert (config.optim.lr, config.train.steps, config.data.mixture["text"]) == (3e-4, 7, 0.25)
@@ -20,6 +21,7 @@ def test_overrides_reach_every_kind_of_value():
     assert (config.optim.betas, config.data.needles.counts) == ((0.9, 0.99), (1, 3))
     assert (config.evaluation.needles, config.train.compile) == (((1, 1), (3, 2)), True)
     assert (config.optim.weight_decay, config.data.max_bytes) == (1.0, None)
+    assert config.evaluation.more == {"long_nll": {"samples": 3}, "needle": {"samples": 3}}
     assert config.train.initial_model == str(Path("~/m").expanduser())
     assert recipe("debug").optim.lr == 3e-3
 

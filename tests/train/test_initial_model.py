@@ -254,7 +254,9 @@ def test_a_model_that_keeps_its_class_trains_in_the_same_loop(config, trained, t
         assert not torch.equal(parameter, again.get_parameter(name))
     assert (done.folder / "model" / "README.md").exists() == (kind is not None)
     run.model = {"num_hidden_layers": 8}
-    with pytest.raises(ValueError, match=r"config.model has num_hidden_layers, and the 'qwen3' model in .* keeps"):
+    with pytest.raises(
+        ValueError, match=r"config.model has num_hidden_layers, and the 'qwen3' model .*`--recipe uptrain"
+    ):
         build_model(run, trained.tokenizer)
 
 

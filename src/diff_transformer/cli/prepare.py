@@ -1,6 +1,7 @@
 """``diff-transformer prepare``: the progress bar and the summary."""
 
 import os
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,13 @@ def run_prepare(
         task = bars.add_task("tokenising", total=None)
 
         def show(done: int, total: int) -> None:
-            bars.update(task, completed=done, total=total)
+            bars.update(task, completed=done, total=total or None)
 
         prepare(config, out, resume=resume, progress=show)
     print(describe(out))
     print(f"prepared: {out}; to train on it:")
-    print(f"diff-transformer train --set data.corpus={out} --set 'data.mixture={{\"text\": 1}}' --out RUN")
+    corpus = shlex.quote(f"data.corpus={out}")
+    print(f"diff-transformer train --set {corpus} --set 'data.mixture={{\"text\": 1}}' --out RUN")
 
 
 def run_verify(folder: Path) -> None:

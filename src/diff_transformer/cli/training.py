@@ -1,6 +1,7 @@
 """Commands that train, and that prepare text for training: compare, train, prepare, study."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -137,7 +138,8 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
             described = f"loss {values['loss']:.3f}" if "loss" in values else None
             bar.update(task, completed=step, description=described, visible=True)
 
-        trained = run(config, out, resume=resume, progress=show, announce=bar.console.print)
+        say = partial(bar.console.print, markup=False, highlight=False, soft_wrap=True)  # paths as they are
+        trained = run(config, out, resume=resume, progress=show, announce=say)
         bar.update(task, completed=config.train.steps, visible=True)  # a finished run that is resumed takes no step
     if is_first():
         print(f"model: {trained.folder / 'model'}")

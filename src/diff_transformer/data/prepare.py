@@ -104,7 +104,8 @@ def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str
     """
     require_writable(out)
     begun = is_prepared(out)
-    if out.exists() and {path.name for path in out.iterdir()} - {TOKENIZER, SHARDS} and not (begun and resume):
+    there = {path.name for path in out.iterdir() if not path.name.endswith(PARTIAL)} if out.exists() else set()
+    if there - {TOKENIZER, SHARDS} and not (begun and resume):
         kind = "a preparation; continue or repair it (--resume), or" if begun else "something else;"
         raise UserError(f"{out} holds {kind} choose another folder")
     sources = find_sources(config.sources, config.validation)
@@ -116,6 +117,7 @@ def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str
     plan: dict[str, Any] = {"settings": settings, "files": [asdict(source) for source in sources]}
     if begun:
         before = read_plan(out)
+        before["settings"]["skip_invalid"] = config.skip_invalid  # finished tasks are the same with and without
         old, new = ({file["path"]: file for file in of["files"]} for of in (before, plan))
         if different := differences(before["settings"], settings, "settings.") + differences(old, new, "file "):
             listed = "\n  ".join(different[:_SHOWN])
@@ -123,6 +125,7 @@ def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str
                 f"{out} was prepared with other settings or files (there against here):\n  {listed}\n"
                 "give the same, or choose another folder"
             )
+        write_whole(out / PLAN, json.dumps(before, indent=1) + "\n")
         return before
     if config.tokenizer == "bpe":
         tokenizer = train_tokenizer(_sample(config, sources), config.vocab_size)
@@ -144,7 +147,7 @@ def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str
 def unfinished(out: Path) -> list[int]:
     """The tasks of a prepared folder that are to run; removes files that a killed process left unfinished."""
     for partial in out.rglob(f"*{PARTIAL}"):
-        partial.unlink()
+        remove(partial)
     records, dtype = read_records(out), read_plan(out)["dtype"]
     todo = [task for task, record in enumerate(records) if not record or damage(out, task, record, dtype)]
     if not todo:  # a complete folder: perhaps its content has changed

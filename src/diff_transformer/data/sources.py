@@ -99,10 +99,12 @@ def suffix_of(path: Path) -> str:
 
 def _files_below(root: Path) -> list[Source]:
     """The files below a folder in the order of their names, without hidden ones; those in ``train/`` and ``val/`` know
-    their split."""
+    their split. A link to a folder is followed, unless that folder holds it."""
     paths: list[Path] = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+    for folder, subfolders, names in os.walk(root, followlinks=True):
+        here = Path(folder).resolve()
+        inside = (name for name in subfolders if not here.is_relative_to(Path(folder, name).resolve()))
+        subfolders[:] = sorted(name for name in inside if not name.startswith("."))
         paths += (Path(folder, name) for name in sorted(names) if not name.startswith("."))
     paths = [path for path in paths if suffix_of(path) in KINDS and path.is_file()]
     names = without_common_folders([path.relative_to(root).as_posix() for path in paths])

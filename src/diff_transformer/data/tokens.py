@@ -11,6 +11,7 @@ A folder is complete when every task has its record.
 from __future__ import annotations
 
 import hashlib
+import shlex
 from collections.abc import Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -60,7 +61,7 @@ def read_records(folder: Path | str) -> list[dict[str, Any] | None]:
 
 def repair_command(folder: Path | str) -> str:
     """The command that makes missing and damaged shards again."""
-    return f"diff-transformer prepare --out {folder} --resume"
+    return f"diff-transformer prepare --out {shlex.quote(str(folder))} --resume"
 
 
 def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:

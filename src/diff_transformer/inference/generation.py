@@ -2,16 +2,18 @@
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Annotated, Any
 
 import torch
+from pydantic import Field
 from torch import Tensor
 from transformers import TextStreamer
 
-from diff_transformer.checks import LOWEST_TEMPERATURE, require_positive, require_seed
+from diff_transformer.checks import LOWEST_TEMPERATURE
 from diff_transformer.errors import UserError
 from diff_transformer.model.loading import padding_token, plain_defaults
+from diff_transformer.settings import NonNegativeFloat, PositiveInt, Seed, validate
 
 
 @dataclass(frozen=True)
@@ -27,22 +29,18 @@ class GenerationSettings:
             same length does not recompile.
 
     Raises:
-        UserError: for values outside their range, or settings that exclude one another.
+        UserError: for values of another type or outside their range, or settings that exclude one another.
     """
 
-    max_new_tokens: int = 64
-    temperature: float = 0.0
-    top_p: float = 1.0
-    seed: int | None = None
+    max_new_tokens: PositiveInt = 64
+    temperature: NonNegativeFloat = 0.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Seed | None = None
     compiled: bool = False
 
     def __post_init__(self):
-        require_positive(max_new_tokens=self.max_new_tokens)
-        require_seed("seed", self.seed)
-        if not 0 <= self.temperature < float("inf"):
-            raise UserError(f"temperature is {self.temperature}; give 0 (the likeliest token) or more")
-        if not 0 < self.top_p <= 1:
-            raise UserError(f"top_p is {self.top_p}; give more than 0 and at most 1")
+        for field in fields(self):
+            validate(field.type, getattr(self, field.name), field.name)
         if self.temperature == 0 and (self.top_p < 1 or self.seed is not None):
             raise UserError("top_p and seed are for drawing tokens, but temperature is 0; give a temperature above 0")
 

@@ -62,8 +62,10 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
         try:
             with torch.device("meta"):
                 RotaryEmbedding(model)
-        except KeyError as error:  # of transformers, for a kind of rotary embedding that lacks a number
-            raise UserError(f"model.rope_parameters is {model.rope_parameters}, which lacks {error}") from None
+        except KeyError as error:  # of transformers
+            raise UserError(
+                f"model.rope_parameters is {model.rope_parameters}; it lacks {error}, or transformers has no such kind"
+            ) from None
         check_split(model, config.train.parallel.tensor_parallel)
         _check_context(config, model)
     return Plan(config, world, strategy, model, source)
@@ -194,7 +196,7 @@ def _saved_model(config: RunConfig, folder: Path) -> Any:
     if wrong := [name for name, value in config.model.items() if counted[name] != value]:
         raise UserError(
             f"config.model has {', '.join(wrong)}, and the {saved.model_type!r} model in {folder} keeps its own "
-            "configuration; leave them out"
+            "configuration; leave them out, or with them the recipe (`--recipe uptrain` says nothing of a model)"
         )
     _check_class(config, folder)
     return saved

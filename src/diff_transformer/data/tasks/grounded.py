@@ -26,7 +26,7 @@ ACCEPTED = f"'python', 'hub:OWNER/SET[?config=...&split=...]', or a file ({', '.
 
 
 def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> dict[str, list[GroundedItem]]:
-    """The sets that ``data`` names, by name.
+    """The sets that ``data`` names, by the name of the file or set, or by the whole source for a second of one name.
 
     Args:
         data: "python" (made from the running Python's documentation), "hub:OWNER/SET", a file; or several of these,
@@ -41,7 +41,7 @@ def load_grounded(data: str, *, samples: int | None = None, seed: int = 0) -> di
         for name, items in _source(source, seed):
             if samples is not None:
                 items = [items[i] for i in evaluation_rng(seed, "grounded", name).permutation(len(items))[:samples]]
-            sets[name] = items
+            sets[source if name in sets else name] = items
     if not sets:
         raise UserError(f"data is {data!r}; give {ACCEPTED}")
     return sets
