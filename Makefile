@@ -74,7 +74,7 @@ $(GPU_VENV)/.ready: constraints-gpu.txt
 FLOORS = build/floors
 FLOOR_TOOLS := psutil pytest pytest-timeout
 FLOOR_TESTS := $(wildcard tests/ops/test_reference.py tests/ops/test_sdpa.py tests/ops/test_resolve.py tests/model/test_modeling.py \
-	tests/model/test_decoding.py tests/model/test_paged.py tests/inference/test_generation.py)
+	tests/model/test_decoding.py tests/model/test_sliding_window.py tests/inference/test_generation.py)
 floors:  ## a short part of the suite with the oldest core dependencies that pyproject.toml allows, and with the newest
 	$(PYTHON) -m venv $(FLOORS)/oldest
 	$(PYTHON) -m venv $(FLOORS)/newest

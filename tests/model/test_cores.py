@@ -7,12 +7,13 @@ import torch
 import torch.nn.functional as F
 from transformers import DynamicCache
 
-from diff_transformer import DiffAttention, DiffTransformerConfig, lambda_init
+from diff_transformer import DiffAttention, DiffTransformerConfig, DiffTransformerForCausalLM, lambda_init
 from diff_transformer.errors import UserError
 from diff_transformer.model.attention import Attention, core_of
 from diff_transformer.model.cost import attention_core_flops, count_parameters
 from diff_transformer.model.heads import CORES, Variant, count_heads
 from diff_transformer.model.inputs import Packing, Visible
+from diff_transformer.model.presets import preset
 from diff_transformer.testing import assert_within_budget
 
 HIDDEN, HEADS, D = 96, 8, 12
@@ -263,6 +264,19 @@ def test_lambdas_without_the_input():
     for attention in ("diff_v2", "diff_v3"):
         with pytest.raises(UserError, match=r"without hidden_states.*give the layer's input \[batch, length"):
             DiffAttention(32, 8, attention=attention).lambdas()
+
+
+@torch.no_grad()
+def test_maps_of_a_model_s_layer_need_its_positions():
+    model, positions = DiffTransformerForCausalLM(preset("debug", initializer_range=0.2)).eval(), torch.arange(9)[None]
+    out = model.model(torch.arange(9)[None], output_attentions=True, output_hidden_states=True, use_cache=False)
+    layer = model.model.layers[1]
+    x = layer.input_layernorm(out.hidden_states[1])
+    tables = model.model.rotary_emb(x, position_ids=positions)
+    maps = layer.self_attn.attention_maps(x, position_embeddings=tables)
+    torch.testing.assert_close(maps.difference, out.attentions[1])
+    with pytest.raises(UserError, match="a layer of a model was called without position_embeddings"):
+        layer.self_attn.attention_maps(x, position_ids=positions)
 
 
 # Sizes, cost, refusals.

@@ -108,21 +108,17 @@ def test_what_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
         read_model(tmp_path / "model")
 
 
-WHOLE = {
-    **{f"ours {kind} tied={tied}": (kind, tied) for kind in ("diff", "softmax", "diff_v2") for tied in (False, True)},
-    "diffllama": lambda: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, intermediate_size=48)),
-    "llama tied": lambda: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48, tie_word_embeddings=True)),
-}
-
-
-@pytest.mark.parametrize("kind", WHOLE)
-def test_tied_weights_are_not_missing(tmp_path, kind):
-    make = WHOLE[kind]
-    if isinstance(make, tuple):
-        model = save(tmp_path, make[0], tie_word_embeddings=make[1])
-    else:
-        model = make().eval()
-        model.save_pretrained(tmp_path)
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda **tied: DiffTransformerForCausalLM(preset("debug", **tied)),
+        lambda **tied: DiffLlamaForCausalLM(DiffLlamaConfig(**SIZES, intermediate_size=48, **tied)),
+        lambda **tied: LlamaForCausalLM(LlamaConfig(**SIZES, intermediate_size=48, **tied)),
+    ],
+)
+def test_tied_weights_are_not_missing(tmp_path, make):
+    model = make(tie_word_embeddings=True)
+    model.save_pretrained(tmp_path)
     state, read = model.state_dict(), read_model(tmp_path).state_dict()
     assert all(torch.equal(value, read[name]) for name, value in state.items())
 

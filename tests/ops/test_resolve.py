@@ -85,13 +85,10 @@ def test_available_backends():
 
 def test_a_device_that_is_not_here_has_no_backends(monkeypatch):
     assert available_backends("meta", torch.float32) == ["reference", "blockwise", "sdpa"]
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert available_backends("cuda", torch.bfloat16) == []
+    assert available_backends("cuda:99", torch.bfloat16) == []
     on_a_gpu(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     with FakeTensorMode():
         assert "sdpa" in available_backends("cuda:1", torch.bfloat16)
-    assert available_backends(torch.device("cuda", 2), torch.bfloat16) == []
 
 
 def on_a_gpu(monkeypatch, capability=(9, 0)):

@@ -30,6 +30,8 @@ class Attention(nn.Module):
     ``qk_clip``: largest RMS of a query or key head; larger ones are scaled down to it.
     """
 
+    in_model = False  # a model computes the rotary embedding once for all of its layers
+
     def __init__(
         self,
         hidden_size: int,
@@ -63,7 +65,9 @@ class Attention(nn.Module):
             config.variant, config.hidden_size, config.heads, layer_idx, backend=attention_backend(config),
             window=config.sliding_window, norm_eps=config.head_norm_eps or config.rms_norm_eps,
         )  # fmt: skip
-        return Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx, qk_clip=config.qk_clip)
+        layer = Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx, qk_clip=config.qk_clip)
+        layer.in_model = True
+        return layer
 
     def forward(
         self,
@@ -89,7 +93,8 @@ class Attention(nn.Module):
                 positions, has that many heads; give it as it is, and ``backend="auto"`` computes its gradient.
             position_ids: integer positions ``[B, T]`` for the rotary embedding; None counts from 0, or from the
                 cache's length.
-            position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``.
+            position_embeddings: precomputed ``(cos, sin)``, each ``[B, T, d]``, instead of ``position_ids``. A layer of
+                a model needs those of the model's ``rotary_emb``.
             cache: a transformers ``Cache`` that receives the new keys and values. A static cache needs the whole mask,
                 with a column for each of its slots, as ``create_causal_mask`` of transformers makes it.
             is_causal: overrides the module's own setting.
@@ -171,6 +176,11 @@ class Attention(nn.Module):
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def _rotary_tables(self, position_ids, queries: int, cache, device):
+        if self.in_model:
+            raise UserError(
+                "a layer of a model was called without position_embeddings; give those of the model, "
+                "rotary_emb(hidden_states, position_ids=position_ids)"
+            )
         if self.rope_theta is None:
             if position_ids is not None:
                 raise UserError("position_ids came to a layer without rotary embedding; build it with rope_theta")

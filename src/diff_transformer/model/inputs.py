@@ -11,12 +11,7 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 
 from diff_transformer.model.caches import is_static
 from diff_transformer.model.heads import CORES
-from diff_transformer.model.implementations import attention_backend
 from diff_transformer.ops.arguments import traced
-
-# Backends that take a mask of the keys beside the causal limit without a complete mask in memory.
-_TAKE_KEY_MASKS = ("auto", "blockwise", "triton")
-
 
 # Masks.
 
@@ -38,8 +33,8 @@ def visible_of(
 
     The causal limit and the window of the operator are enough if no token is padding: each query sees every key up to
     its own position, and the last query is aligned with the last key. Padding adds a mask of the keys,
-    ``[B, 1, 1, S]``, where the backend takes both in memory that grows with S alone. Otherwise the mask is complete,
-    bool or additive ``[B, 1, T, S]``.
+    ``[B, 1, 1, S]``, which ``diff_attention`` takes beside them. For one map the mask is complete, bool or additive
+    ``[B, 1, T, S]``.
 
     Args:
         attention_mask: ``[B, S]``, 0 where a token is padding; or a ready mask of four dimensions, used as it is.
@@ -69,10 +64,8 @@ def visible_of(
 
 
 def _key_mask(config, queries: int, attention_mask: Tensor | None, cache) -> Tensor | None:
-    """The keys that are not padding, bool ``[B, 1, 1, S]``; None for a backend or a mask that needs a complete mask."""
-    if attention_mask is None or attention_mask.dim() != 2:
-        return None
-    if CORES[config.attention].maps == 1 or attention_backend(config) not in _TAKE_KEY_MASKS:
+    """The keys that are not padding, bool ``[B, 1, 1, S]``; None for one map, or a mask that is not of the keys."""
+    if attention_mask is None or attention_mask.dim() != 2 or CORES[config.attention].maps == 1:
         return None
     keys, first = (queries, 0) if cache is None else cache.get_mask_sizes(queries, 0)
     if attention_mask.shape[1] != first + keys:

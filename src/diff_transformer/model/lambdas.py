@@ -53,9 +53,6 @@ class LearnedLambda(nn.Module):
     def _apply(self, fn, recurse=True):
         return super()._apply(keeping_precision(fn), recurse)
 
-    def extra_repr(self) -> str:
-        return f"head_dim={self.lambda_q1.numel()}, initial={self.initial:.4f}"
-
 
 class FixedLambda(nn.Module):
     """A constant lambda, ``lambda_init``: an exact Python float that is not learned."""
@@ -66,9 +63,6 @@ class FixedLambda(nn.Module):
 
     def forward(self, hidden_states: Tensor | None = None) -> float:
         return self.initial
-
-    def extra_repr(self) -> str:
-        return f"initial={self.initial:.4f}"
 
 
 class TokenLambda(nn.Module):

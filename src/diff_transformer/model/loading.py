@@ -65,19 +65,23 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
         advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in said else ""
         meant = did_you_mean(str(name_or_path), PRESETS)
         raise UserError(f"{name_or_path} cannot be loaded: {said}{advice}{meant}") from None
-    wrong = {
-        "missing": info["missing_keys"],
-        "of another shape": [
-            f"{key} {tuple(saved)}, not {tuple(size)}" for key, saved, size in info["mismatched_keys"]
-        ],
-    }
-    if any(wrong.values()):
-        lists = [f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in wrong.items() if names]
+    if wrong := wrong_weights(info):
         raise UserError(
-            f"the weights in {name_or_path} are not those that {type(model).__name__} has by its configuration: "
-            f"{'; '.join(lists)}"
+            f"the weights in {name_or_path} are not those that {type(model).__name__} has by its configuration: {wrong}"
         )
     return model
+
+
+def wrong_weights(info: dict[str, Any], *, unknown: bool = False) -> str:
+    """The weights that are missing or of another shape, and with ``unknown`` those of no module; "" if there are none.
+
+    Args:
+        info: the second result of ``from_pretrained(..., output_loading_info=True)``.
+    """
+    shapes = [f"{key} {tuple(saved)}, not {tuple(size)}" for key, saved, size in info["mismatched_keys"]]
+    kinds = {"missing": info["missing_keys"], "of another shape": shapes}
+    kinds |= {"unknown": info["unexpected_keys"]} if unknown else {}
+    return "; ".join(f"{len(names)} {kind}: {listed(sorted(names))}" for kind, names in kinds.items() if names)
 
 
 def read_settings(folder: Path, name: str = "config.json") -> dict[str, Any]:

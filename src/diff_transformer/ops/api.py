@@ -44,7 +44,7 @@ def diff_attention(
         attn_mask: bool (True = attend) or floating (added to the scaled scores), broadcastable to [B, H, T, S], the
             same for both maps. Only "reference" computes its gradient, and "auto" then chooses it. Use -inf to mask:
             in a row masked by large finite values, gradients of "triton" and "sdpa" are wrong from about -1e6 on, and
-            for finfo.min "triton" and the compiled "blockwise" return 0, the others the mean of the values.
+            for finfo.min "triton" and "blockwise" return 0, the others the mean of the values.
         is_causal: mask later keys. The last query is aligned to the last key (lower right corner), as decoding over a
             cache needs. Where T differs from S, SDPA's flag aligns differently. Combines with attn_mask.
         window: each query sees the last ``window`` keys up to its own position; needs is_causal.

@@ -122,7 +122,7 @@ def with_keys(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
 
 
 def with_noise_head_for_each_mask(call: Call) -> Call:
-    """The call with a noise head for each signal head if these have masks of their own: so do then their noise maps."""
+    """The call, with its noise heads repeated if the mask differs between signal heads."""
     H, Hn = call.q1.shape[1], call.q2.shape[1]
     if call.attn_mask is None or call.attn_mask.shape[1] == 1 or Hn == H:
         return call

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from diff_transformer import DiffTransformerForCausalLM
+from diff_transformer import DiffTransformerForCausalLM, differentiate
 from diff_transformer.model.convert import convert_folder, convert_model
 from diff_transformer.testing import assert_within_budget
 
@@ -81,6 +81,26 @@ def test_models_in_memory_keep_dtype_and_mode(llama):
     assert all(parameter.requires_grad for parameter in ours.parameters())
     assert ours.model.rotary_emb.inv_freq.dtype == torch.float32  # in bf16, positions would be off
     assert not convert_model(ours.eval(), "llama").training
+
+
+def adapted(model):
+    from peft import LoraConfig, get_peft_model
+
+    return get_peft_model(model, LoraConfig(target_modules=["q_proj"])).base_model.model
+
+
+CHANGES = {
+    "dex": lambda model: differentiate(model, "dex"),
+    "in place": differentiate,
+    "adapters": adapted,
+    "no head": lambda model: model.model,
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_weights_that_no_layout_has_are_not_left_out(llama, change):
+    with pytest.raises(ValueError, match=r"has other weights than its configuration says \(\d+ (missing|unknown|of)"):
+        convert_model(CHANGES[change](llama()), "diff_v2")
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from torch import Tensor
 from diff_transformer.errors import UserError
 from diff_transformer.model.card import source_facts
 from diff_transformer.model.config import DiffTransformerConfig
+from diff_transformer.model.loading import wrong_weights
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 # Fields that the configurations of this package and of Llama-like models share.
@@ -54,13 +55,24 @@ def converted(conversion: Conversion, model_class: Any, model: Any, dtype: torch
 
     Its device, train/eval mode and ``generation_config`` are those of ``model``, and so is its dtype if ``dtype`` is
     None. Lambda vectors are fp32.
+
+    Raises:
+        UserError: for a model with other weights than its configuration says.
     """
     tensors = {
         name: tensor.detach().clone(memory_format=torch.contiguous_format)
         for name, tensor in conversion.tensors(model.state_dict().items())
     }
     dtype = model.dtype if dtype is None else dtype
-    target = model_class.from_pretrained(None, config=conversion.config, state_dict=tensors, dtype=dtype)
+    target, info = model_class.from_pretrained(
+        None, config=conversion.config, state_dict=tensors, dtype=dtype, output_loading_info=True,
+        ignore_mismatched_sizes=True,
+    )  # fmt: skip
+    if wrong := wrong_weights(info, unknown=True):
+        raise UserError(
+            f"{type(model).__name__} has other weights than its configuration says ({wrong}); merge adapters and fold "
+            "DEX before the conversion; what differentiate made differential is not converted"
+        )
     for name, parameter in target.named_parameters():
         if name.rpartition(".")[2].startswith("lambda_"):
             parameter.data = tensors[name].to(parameter.device, torch.float32)
