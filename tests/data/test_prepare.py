@@ -59,7 +59,7 @@ def test_a_tokenizer_is_trained_on_the_training_side_and_saved(tmp_path, documen
     for number, document in enumerate(documents):
         (tmp_path / f"{number}.txt").write_text(document.text)
     out = tmp_path / "out"
-    prepare(PrepareConfig((str(tmp_path),), vocab_size=400, sample_characters=40_000, validation=0.3), out)
+    prepare(PrepareConfig((str(tmp_path),), vocab_size=400, validation=0.3), out)
     tokenizer, tokens = load_prepared_tokenizer(out), Shards(out, "train")
     assert len(tokenizer) == 400
     ends = np.flatnonzero(tokens[:] == tokenizer.eos_token_id) + 1

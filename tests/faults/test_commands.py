@@ -38,7 +38,7 @@ def right(texts, tmp_path) -> dict[str, list[str]]:
         "train": [*run, "--out"],
         "prepare": [str(texts), "--tokenizer", "bytes", "--out"],
         "study": ["desk", "--corpus", str(texts), "--minutes", "1", "--out"],
-        "eval": ["needle", "--model", model, "--quick", "--limit", "1", "--length", "256", "--out"],
+        "eval": ["needle", "--model", model, "--quick", "--samples", "1", "--length", "256", "--out"],
         "bench": ["attention", "--grid", "1x1x8x8", "--out"],
         "report": [str(ROOT / "figures/demo/measured.jsonl.gz"), "--out"],
         "info": ["3B"],

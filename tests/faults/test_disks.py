@@ -55,7 +55,7 @@ def commands(texts, training, tmp_path):
         "prepare": (rows, ["--resume"]),
         "convert": (["convert", model, "--to", "diffllama"], []),
         "compare": (["compare", *training[1:], "--set", "evaluation.more={}"], ["--resume"]),
-        "eval": (["eval", "all", "--quick", "--model", model, "--limit", "1", "--length", "64"], ["--resume"]),
+        "eval": (["eval", "all", "--quick", "--model", model, "--samples", "1", "--length", "64"], ["--resume"]),
     }
 
 

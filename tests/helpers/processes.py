@@ -61,12 +61,13 @@ def logged(folder: Path, name: str) -> list:
 
 
 def assert_same_training(folder: Path, expected: Path):
-    """Losses, and gradient norms too: Adam would hide a gradient that is wrong by a factor."""
+    """Losses, and what is logged of the model: Adam would hide a gradient that is wrong by a factor."""
     assert len(logged(expected, "loss")) == 20
     for name in ("loss", "validation_loss"):
         assert logged(folder, name) == pytest.approx(logged(expected, name), abs=LOSS, rel=0), (folder.name, name)
-    norms = zip(logged(folder, "grad_norm_by_part"), logged(expected, "grad_norm_by_part"), strict=True)
-    assert all(found == pytest.approx(wanted, rel=NORM, abs=1e-7) for found, wanted in norms), folder.name
+    for name in ("grad_norm_by_part", "lambda", "head_norm_gain"):
+        pairs = zip(logged(folder, name), logged(expected, name), strict=True)
+        assert all(found == pytest.approx(wanted, rel=NORM, abs=1e-7) for found, wanted in pairs), (folder.name, name)
 
 
 def job(folder: Path, settings: list[str], **more) -> dict:

@@ -24,7 +24,6 @@ def folder(tmp_path, monkeypatch):
         config = preset("debug", vocab_size=258, num_hidden_layers=layers, embedding_initializer_range=1.0)
         DiffTransformerForCausalLM(config).save_pretrained(tmp_path / name)
         byte_tokenizer().save_pretrained(tmp_path / name)
-    (tmp_path / "prompts.txt").write_text("one\nand another\n")
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -123,7 +123,7 @@ def test_folders_are_never_overwritten(config, tmp_path):
     [
         ("data.tokenizer=bytes", None),
         ("data.corpus=/nowhere", "/nowhere"),
-        ("train.precision=64-true", "backend='blockwise' is not available: it computes in float32 and bfloat16"),
+        ("model.head_dim=300", "backend='blockwise' is not available: it takes widths up to"),
     ],
 )
 def test_data_that_does_not_fit(config, assignment, message, tmp_path):

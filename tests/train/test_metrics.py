@@ -2,7 +2,6 @@
 
 import json
 import math
-import multiprocessing
 from pathlib import Path
 
 import pytest
@@ -21,7 +20,6 @@ from diff_transformer.train.telemetry import (
     describe,
     gradient_norms,
     head_norm_gains,
-    layer_lambdas,
     part_of,
     telemetry,
 )
@@ -143,44 +141,3 @@ def test_the_list_of_metrics_is_the_documented_one(texts, tmp_path):
     assert documented == {*written, "peak_memory_bytes"}  # of a GPU
     assert DIGEST in documented
     assert json.loads(text.split("```json\n")[1].split("```")[0])["step"] == 200
-
-
-def sharded_numbers(rank, way, folder):
-    """One of two processes: the numbers of the ``model`` fixture when it is sharded over both."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    torch.manual_seed(0)
-    model = DiffTransformerForCausalLM(preset("debug", head_norm_init=0.5))
-    mesh = init_device_mesh("cpu", (2,))
-    if way == "fsdp":
-        for layer in model.model.layers:
-            fully_shard(layer, mesh=mesh)
-        fully_shard(model, mesh=mesh)
-    else:  # tensors whole on each process beside tensors that are split
-        plan = {"gate_proj": ColwiseParallel(), "up_proj": ColwiseParallel(), "down_proj": RowwiseParallel()}
-        parallelize_module(model, mesh, {f"model.layers.*.mlp.{name}": style for name, style in plan.items()})
-    backward(model)
-    numbers = {"norms": gradient_norms(model), "gains": head_norm_gains(model), "lambda": layer_lambdas(model)}
-    (folder / f"{rank}.json").write_text(json.dumps(numbers))
-    dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("way", ["fsdp", "tensor parallel"])
-def test_numbers_of_a_sharded_model_are_those_of_the_whole_on_every_rank(model, way, tmp_path):
-    backward(model)
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=sharded_numbers, args=(rank, way, tmp_path)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-    for rank in range(2):
-        numbers = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert numbers["norms"] == pytest.approx(gradient_norms(model), rel=1e-4)
-        assert numbers["gains"] == pytest.approx(head_norm_gains(model))
-        assert numbers["lambda"] == pytest.approx(layer_lambdas(model))

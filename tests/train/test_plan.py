@@ -41,7 +41,6 @@ def test_the_strategy_follows_from_the_processes(world, settings, strategy):
         (4, ["parallel.tensor_parallel=3"], "groups of 3, which do not divide the 4 processes; start 6"),
         (2, ["parallel.strategy=ddp", "parallel.tensor_parallel=2"], "'ddp', .*: tensor_parallel 2 .* need .* 'fsdp'"),
         (2, ["parallel.strategy=ddp", "parallel.replicas=2"], "'ddp', .* replicas 2 need strategy 'fsdp'"),
-        (2, ["precision=64-true", "parallel.strategy=fsdp"], "precision is '64-true'; with strategy 'fsdp' give"),
         (5, ["parallel.context_parallel=5"], "context_parallel 5 cuts a row into 10 equal pieces, so give a multiple"),
         (1, ["weights=lora"], "adapters of a trained model; give it as train.initial_model"),
         (1, ["initial_model=/nowhere"], r"/nowhere, which holds no model \(no config.json\)"),

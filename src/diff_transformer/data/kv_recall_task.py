@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -177,24 +177,13 @@ class RecallSource:
 
     One generator draws a block of rows, which is kept until a row of another block is asked for.
 
-    Args:
-        tokenizer_or_ids, num_symbols, noise_symbols: as for ``recall_vocabulary``.
-        task: fields of ``RecallTask``.
+    Raises:
+        UserError: for more pairs than there are keys.
     """
 
-    def __init__(
-        self,
-        tokenizer_or_ids: PreTrainedTokenizerFast | Sequence[int] | np.ndarray,
-        *,
-        seed: int = 0,
-        num_symbols: int | None = None,
-        noise_symbols: int | None = None,
-        **task: Any,
-    ):
-        self.task = RecallTask(**task)
-        self.vocabulary = recall_vocabulary(tokenizer_or_ids, num_symbols, noise_symbols)
-        self.length = self.task.length
-        self.seed = seed
+    def __init__(self, vocabulary: RecallVocabulary, task: RecallTask, seed: int = 0):
+        task.check(vocabulary)
+        self.vocabulary, self.task, self.length, self.seed = vocabulary, task, task.length, seed
         self._drawn: tuple[int, np.ndarray, np.ndarray] | None = None
 
     def rows(self, first: int, count: int) -> tuple[np.ndarray, np.ndarray]:

@@ -39,7 +39,8 @@ from diff_transformer.errors import UserError
 from diff_transformer.settings import STRICT, PositiveInt
 
 MAX_TASKS = 64  # by default
-_MIN_SAMPLE = 65_536  # characters of each file in the sample
+SAMPLE = 10_000_000  # characters that "bpe" is trained on
+_MIN_SAMPLE = 65_536  # of each file
 _SHOWN = 8  # differences in a message, at most
 
 
@@ -52,8 +53,6 @@ class PrepareConfig:
     # the Hugging Face hub
     tokenizer: str = "bpe"
     vocab_size: PositiveInt = 32_768  # of "bpe", special tokens included
-    # that "bpe" is trained on: an equal share from the beginning of each file
-    sample_characters: PositiveInt = 10_000_000
     field: str = "text"  # field of JSON lines, or column of parquet, that holds the text
     # share of the documents that is held out, by a hash
     validation: Annotated[float, Field(gt=0, lt=1)] = 0.01
@@ -167,7 +166,7 @@ def totals(folder: Path | str) -> dict[str, Counter[str]]:
 def _sample(config: PrepareConfig, sources: Sequence[Source]) -> Iterator[str]:
     """Training text: an equal share from the beginning of each file, in the order of a hash of their names."""
     reader = Reader(config.field, config.validation, config.skip_invalid)
-    left = config.sample_characters
+    left = SAMPLE
     share = max(_MIN_SAMPLE, left // len(sources))
     for source in sorted(sources, key=lambda source: hash_of_name(source.path)):
         quota = min(share, left)

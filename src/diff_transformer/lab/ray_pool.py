@@ -5,14 +5,15 @@ whose node or process died starts again on any node, and resumes from its checkp
 needs this package with the extras ``ray`` and ``train``, in the driver's versions of Python and Ray.
 """
 
+import logging
 import os
 import signal
 import subprocess
+import threading
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import read_json
-from diff_transformer.cluster import connect
+from diff_transformer.checks import first_line, read_json, require_extra
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 from diff_transformer.lab.processes import INTERRUPTED, LOG, TERMINATED, start_worker
@@ -121,3 +122,30 @@ def _execute(folder: Path, working: Path, gpus: float) -> int:
     if code < 0 or code in (INTERRUPTED, TERMINATED):
         raise Lost(f"the worker of {folder} ended with code {code} on {os.uname().nodename}")
     return code
+
+
+def connect(address: str | None = None) -> None:
+    """Connect to a Ray cluster, unless this process is connected. The handler of SIGTERM, which Ray replaces, stays.
+
+    Args:
+        address: ``HOST:PORT`` of its head; "auto" or None for ``RAY_ADDRESS``, else the cluster of this machine.
+
+    Raises:
+        UserError: if Ray is not installed, or there is no cluster at ``address``, which Ray tries for some minutes.
+    """
+    require_extra("ray", "--engine ray", "ray")
+    import ray
+
+    if ray.is_initialized():
+        return
+    handler = signal.getsignal(signal.SIGTERM)
+    try:
+        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.CRITICAL)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"no Ray cluster at {address or 'auto'} ({first_line(error)}); start one with `ray start --head`, or give "
+            "--address HOST:PORT"
+        ) from None
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, handler)

@@ -142,8 +142,7 @@ class TrainConfig:
     batch_size: PositiveInt = 16  # rows per step, over all processes and passes
     # rows per forward pass and process; memory grows with it; 0 for the process's whole share of the batch
     micro_batch_size: NonNegativeInt = 0
-    # "32-true", "bf16-mixed" (weights and optimizer in fp32) or "64-true"
-    precision: Literal["32-true", "bf16-mixed", "64-true"] = "32-true"
+    precision: Literal["32-true", "bf16-mixed"] = "32-true"  # weights and optimizer are in fp32
     seed: Seed = 0  # of the initial weights, the rows and their order
     log_every: PositiveInt = 10  # steps between two log lines
     validate_every: PositiveInt = 200  # steps between two validations

@@ -96,8 +96,6 @@ def _strategy(config: RunConfig, world: int) -> str:
             f"train.parallel.strategy is 'ddp', under which every process has a copy of the model: tensor_parallel "
             f"{ways} and replicas {parallel.replicas} need strategy 'fsdp'"
         )
-    if sharded and train.precision == "64-true":
-        raise UserError("train.precision is '64-true'; with strategy 'fsdp' give '32-true' or 'bf16-mixed'")
     if sharded and config.train.weights == "lora":
         raise UserError("train.weights is 'lora', whose adapters are not sharded; leave sharding out")
     if sharded:
@@ -151,7 +149,7 @@ def check_backend(config: Any, device: Any, precision: str) -> None:
     from diff_transformer.ops.call import Call
 
     if isinstance(config, DiffTransformerConfig) and config.variant.maps == 2 and config.backend != "auto":
-        dtype = {"bf16-mixed": torch.bfloat16, "64-true": torch.float64}.get(precision, torch.float32)
+        dtype = torch.bfloat16 if precision == "bf16-mixed" else torch.float32
         q, v = (torch.empty(1, 1, 1, n, dtype=dtype, device=device) for n in (config.head_dim, config.heads.value_dim))
         resolve_backend(Call(q, q, q, None, v, q.new_zeros(1, 1, 1, 1), is_causal=True, backend=config.backend))
 

@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
@@ -17,7 +17,13 @@ from diff_transformer.data.cache import cached, fingerprint
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.documents import Corpus, Document
 from diff_transformer.data.filler import Filler
-from diff_transformer.data.kv_recall_task import RecallSource, answer_labels, make_recall_batch
+from diff_transformer.data.kv_recall_task import (
+    RecallSource,
+    RecallTask,
+    answer_labels,
+    make_recall_batch,
+    recall_vocabulary,
+)
 from diff_transformer.data.mixture import Mixture
 from diff_transformer.data.needle_source import NeedleSource
 from diff_transformer.data.needles import needle_texts
@@ -179,15 +185,10 @@ def _needle_source(config: RunConfig, filler: Filler, tokenizer, *, held_out: bo
 
 def recall_source(config: RunConfig, tokenizer: "PreTrainedTokenizerFast") -> RecallSource:
     """The rows of recall that a run of ``config`` trains on."""
-    task = asdict(config.data.recall)
-    return RecallSource(
-        tokenizer,
-        seed=config.train.seed,
-        num_symbols=task.pop("symbols"),
-        noise_symbols=task.pop("noise_symbols"),
-        length=config.data.length,
-        **task,
-    )
+    recall = config.data.recall
+    vocabulary = recall_vocabulary(tokenizer, recall.symbols, recall.noise_symbols)
+    task = RecallTask(config.data.length, recall.pairs, recall.questions, recall.distractors)
+    return RecallSource(vocabulary, task, config.train.seed)
 
 
 def make_tokenizer(data: DataConfig, corpus: Corpus, vocab_size: int) -> "PreTrainedTokenizerFast":
