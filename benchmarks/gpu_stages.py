@@ -44,7 +44,7 @@ TESTS = {
     "of the kernels anywhere": [
         "-m",
         "not slow and not gpu",
-        *(f"tests/ops/triton/test_{name}.py" for name in ("attention", "decode", "varlen_kernels")),
+        *(f"tests/ops/{name}.py" for name in ("triton/test_attention", "triton/test_decode", "test_varlen")),
     ],
 }
 DRY_TESTS = {

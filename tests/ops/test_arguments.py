@@ -91,7 +91,7 @@ def test_accepted_mask_shapes(shape, backend):
     torch.testing.assert_close(diff_attention(*X, attn_mask=mask, backend=backend), expected)
 
 
-@pytest.mark.parametrize("backend", ["blockwise", "sdpa", "reference", "triton"])
+@pytest.mark.parametrize("backend", ["blockwise", "sdpa", "reference", "triton"], indirect=True)
 def test_a_window_longer_than_any_row_and_a_scale_below_fp32(backend):
     """Positions plus a window just below 2**31 do not fit 32 bits."""
     x, ends = make_inputs(1, 1, 34, 8), torch.tensor([0, 11, 34], dtype=torch.int32)

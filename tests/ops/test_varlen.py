@@ -1,6 +1,7 @@
 """Packed documents: each backend equals the reference on every document by itself, in output and gradients."""
 
 from itertools import pairwise
+from typing import Any
 
 import pytest
 import torch
@@ -9,28 +10,33 @@ from diff_transformer import diff_attention, diff_attention_varlen
 from diff_transformer.errors import UserError
 from diff_transformer.testing import Inputs, assert_within_budget, make_inputs
 
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in.*:RuntimeWarning")  # NumPy in Triton's interpreter
+
 ENDS_Q, ENDS_K = [0, 20, 20, 53, 60], [0, 15, 30, 70, 70]  # one document without queries, one without keys
-BACKENDS = ["auto", "reference", "blockwise", "sdpa"]
+TRITON = pytest.mark.parametrize("backend", ["triton"], indirect=True)
 
 
-def packed(dtype=torch.float32, **sizes) -> Inputs:
-    """Rows of all documents one after another: [rows, heads, width]; lam [rows, heads, 1]."""
+def packed(dtype=torch.float32, shared=False, **sizes) -> Inputs:
+    """Rows of all documents one after another: [rows, heads, width]; lam [rows, heads, 1]. ``shared``: k2 is k1."""
     x = make_inputs(**({"B": 1, "H": 4, "Hn": 2, "G": 1, "T": ENDS_Q[-1], "S": ENDS_K[-1]} | sizes), dtype=dtype)
-    return Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() if y.dim() == 4 else y for y in x))
+    x = Inputs(*(y[0].transpose(0, 1).detach().clone().requires_grad_() if y.dim() == 4 else y for y in x))
+    return x._replace(k2=x.k1) if shared else x
 
 
-def ends(values=ENDS_Q, dtype=torch.int32):
-    return torch.tensor(values, dtype=dtype)
+def ends(values=ENDS_Q, dtype=torch.int32, device="cpu"):
+    return torch.tensor(values, dtype=dtype, device=device)
 
 
 def attend(x, backend="auto", *, cu_q=None, cu_k=None, **options):
-    cu_q, cu_k = ends(ENDS_Q) if cu_q is None else cu_q, ends(ENDS_K) if cu_k is None else cu_k
+    at = {"device": x.v.device}
+    cu_q, cu_k = ends(ENDS_Q, **at) if cu_q is None else cu_q, ends(ENDS_K, **at) if cu_k is None else cu_k
     return diff_attention_varlen(*x, cu_q, cu_k, backend=backend, **options)
 
 
 def document_by_document(x, ends_q=ENDS_Q, ends_k=ENDS_K, **options):
     """In fp64, each document by a call of the reference."""
-    x = Inputs(*(y.detach().double().requires_grad_() for y in x))
+    wide = Inputs(*(y.detach().double().requires_grad_() for y in x))
+    x = wide._replace(k2=wide.k1) if x.k2 is x.k1 else wide
     outs = []
     for (a, b), (c, d) in zip(pairwise(ends_q), pairwise(ends_k), strict=True):
         q1, q2, lam = (y[a:b].transpose(0, 1)[None] if y.dim() == 3 else y for y in (x.q1, x.q2, x.lam))
@@ -43,37 +49,93 @@ def document_by_document(x, ends_q=ENDS_Q, ends_k=ENDS_K, **options):
     return x, torch.cat(outs)
 
 
-def compare(x, out, exact_x, exact):
-    assert_within_budget(out, exact)
+def with_gradients(x, out):
+    """The output and the gradient of each input; of k1 and k2 that are one, each is that of both."""
     dout = torch.randn(out.shape, generator=torch.Generator().manual_seed(2))
-    gradients = torch.autograd.grad(out, x, dout.to(out))
-    exact_gradients = torch.autograd.grad(exact, exact_x, dout.double())
-    for name, value, gradient in zip(x._fields, gradients, exact_gradients, strict=True):
-        assert_within_budget(value, gradient, what=f"gradient of {name}")
+    return out, *torch.autograd.grad(out, x, dout.to(out))
 
 
-OPTIONS = {
-    "full": {},
-    "causal": {"is_causal": True},
-    "window": {"is_causal": True, "window": 7},
-    "scale": {"scale": 0.7},
+def compare(x, out, exact_x, exact, eager=None):
+    yardsticks = (None,) * 7 if eager is None else with_gradients(x, eager)
+    values = with_gradients(x, out), with_gradients(exact_x, exact), yardsticks
+    for name, *each in zip(("out", *x._fields), *values, strict=True):
+        assert_within_budget(*each, what=name)
+
+
+# name: (arguments of packed, of the operator)
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "full": ({}, {}),
+    "causal": ({}, {"is_causal": True}),
+    "width 96": ({"H": 1, "Hn": 1, "D": 96}, {"is_causal": True}),
+    "window": ({}, {"is_causal": True, "window": 7}),
+    "shared keys": ({"shared": True}, {"is_causal": True}),
+    "shared keys, width 96": ({"H": 1, "Hn": 1, "D": 96, "shared": True}, {"is_causal": True}),
+    "lam scalar": ({"lam_shape": ()}, {"is_causal": True}),
+    "lam per head": ({"lam_shape": (4,)}, {}),
+    "lam [H, 1]": ({"lam_shape": (4, 1)}, {}),
+    "negative scale": ({}, {"is_causal": True, "scale": -0.3}),
 }
 
 
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_equals_each_document_by_itself(backend, options):
-    x = packed()
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("backend", ["reference", "blockwise", "sdpa", "triton"], indirect=True)
+def test_equals_each_document_by_itself(backend, device, case):
+    sizes, options = CASES[case]
+    x = packed(**sizes, device=device)
     compare(x, attend(x, backend, **options), *document_by_document(x, **options))
 
 
-@pytest.mark.parametrize("lam_shape", [(), (4,), (4, 1)], ids=str)
-@pytest.mark.parametrize("backend", ["blockwise", "sdpa"])
-def test_lam_of_other_shapes(backend, lam_shape):
-    x = packed(lam_shape=lam_shape)
-    compare(x, attend(x, backend, is_causal=True), *document_by_document(x, is_causal=True))
-    per_head = attend(x._replace(lam=torch.full((1, 4, 1), 0.3)), backend)
-    assert torch.equal(per_head, attend(x._replace(lam=0.3), backend))
+@TRITON
+@pytest.mark.parametrize("case", ["causal", "window", "shared keys", "lam per head"])
+def test_fp16(backend, device, case):
+    """Beside its own error it may have that of PyTorch's attention on each document by itself."""
+    sizes, options = CASES[case]
+    x = packed(torch.float16, **sizes, device=device)
+    compare(x, attend(x, backend, **options), *document_by_document(x, **options), attend(x, "sdpa", **options))
+
+
+@TRITON
+@pytest.mark.parametrize("shared", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["two keys", "one key"])
+def test_compiles_into_one_graph(backend, device, shared):
+    x = packed(H=1, Hn=1, shared=shared, device=device)
+    documents = [ends(values, device=device) for values in (ENDS_Q, ENDS_K)]
+
+    def loss(q1, q2, k1, k2, v, lam):
+        keys = k1 if shared else k2
+        out = diff_attention_varlen(q1, q2, k1, keys, v, lam, *documents, is_causal=True, backend=backend)
+        return out.square().sum()
+
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    expected = torch.autograd.grad(loss(*x), x)
+    for value, exact in zip(torch.autograd.grad(compiled(*x), x), expected, strict=True):
+        assert_within_budget(value, exact)
+
+
+@TRITON
+def test_one_long_document_and_many_short_ones(monkeypatch, backend, device):
+    """Equal to the reference, in as many programs as there are rows in the interpreter's tiles of 32, and one more a
+    document."""
+    from diff_transformer.ops.triton.launching import Launch
+
+    bounds, grids = [0, 0, 97, *range(97, 112), 112], {}
+    x, at = packed(H=1, Hn=1, T=112, S=112, device=device), ends(bounds, device=device)
+
+    def start(launch, start=Launch.start):
+        grids[launch.kernel.fn.__name__] = launch.grid
+        return start(launch)
+
+    monkeypatch.setattr(Launch, "start", start)
+    out = attend(x, backend, cu_q=at, cu_k=at, is_causal=True)
+    compare(x, out, *document_by_document(x, bounds, bounds, is_causal=True))
+    programs = 112 // 32 + len(bounds) - 1
+    kernels = ("forward_kernel", "bwd_dq_kernel", "bwd_dkdv_kernel")  # one key/value head
+    assert device == "cuda" or [grids[name] for name in kernels] == [(programs,)] * 3
+
+
+def test_a_number_is_as_one_for_each_head():
+    x = packed()
+    per_head = attend(x._replace(lam=torch.full((1, 4, 1), 0.3)))
+    assert torch.equal(per_head, attend(x._replace(lam=0.3)))
 
 
 def test_documents_do_not_see_one_another():
@@ -83,16 +145,6 @@ def test_documents_do_not_see_one_another():
     changed = attend(x, cu_k=ends())
     assert torch.equal(out[:20], changed[:20])
     assert not torch.equal(out[20:], changed[20:])
-
-
-def test_shared_keys():
-    x = packed()
-    out = diff_attention_varlen(x.q1, x.q2, x.k1, x.k1, x.v, x.lam, ends(ENDS_Q), ends(ENDS_K))
-    (dk,) = torch.autograd.grad(out.sum(), x.k1)
-    apart = x._replace(k2=x.k1.detach().clone().requires_grad_())
-    expected = attend(apart)
-    assert_within_budget(out, expected)
-    assert_within_budget(dk, sum(torch.autograd.grad(expected.sum(), (apart.k1, apart.k2))))
 
 
 def test_bf16_and_autocast():

@@ -254,17 +254,6 @@ class DiffTransformerForCausalLM(DiffTransformerPreTrainedModel, GenerationMixin
             kwargs |= {"use_cache": False, "prefill_chunk_size": None, "cache_implementation": None}
         return super().generate(*args, **kwargs)  # ty: ignore[invalid-argument-type]
 
-    def prepare_inputs_for_generation(self, *args, inputs_embeds: Tensor | None = None, **kwargs):
-        """Make the positions of a chunk contiguous: strides that depend on the prompt's length would recompile a step.
-
-        ``generate`` inspects this signature for ``inputs_embeds``.
-        """
-        kwargs["inputs_embeds"] = inputs_embeds
-        inputs = super().prepare_inputs_for_generation(*args, **kwargs)  # ty: ignore[invalid-argument-type]
-        if inputs.get("position_ids") is not None:
-            inputs["position_ids"] = inputs["position_ids"].contiguous()
-        return inputs
-
     @can_return_tuple
     def forward(
         self,

@@ -19,13 +19,8 @@ def prefers_triton(call: Call) -> bool:
     They do where they were measured, where SDPA would need a mask of all pairs or a call for each document, and for a
     few queries over many keys.
     """
-    if call.documents is not None or sdpa.needs_mask(call):
+    if call.documents is not None or sdpa.needs_mask(call) or triton.decodes(call):
         return True
-    return triton.decodes(call) or is_measured(call)
-
-
-def is_measured(call: Call) -> bool:
-    """True if a record says that the Triton kernels are the fastest in this kind of call."""
     D, device = concrete(call.q1.shape[3]), call.q1.device
     if call.v.shape[3] != 2 * D or call.q1.dtype not in (torch.bfloat16, torch.float16):
         return False
