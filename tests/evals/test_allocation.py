@@ -2,14 +2,13 @@
 
 import pytest
 import torch
-from numbers_of import mean, measured
+from numbers_of import mean
 from tiny_models import tiny_lm
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.filler import Filler
 from diff_transformer.data.tokenizer import byte_tokenizer, token_spans
 from diff_transformer.evals.allocation import Settings, attention_shares, evaluate_allocation
-from diff_transformer.lab.evaluate import run_eval, settings_of
 from diff_transformer.testing import peak_memory
 
 
@@ -66,19 +65,6 @@ def test_shares_by_hand():
 
 def make(kind, positions=512):
     return tiny_lm(kind, positions=positions)
-
-
-@pytest.mark.parametrize("kind", ["diff", "softmax", "gpt2"])
-def test_the_command_runs_on_every_kind_of_model(kind, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
-    settings = settings_of("allocation", {"corpus": str(text), "length": 300, "samples": 1})
-    result = measured("allocation", make(kind), settings, tmp_path / "out.jsonl.gz")
-    heads = 2 if kind == "diff" else 4
-    assert [row["experiment"] for row in result.rows] == ["allocation"] * 5 + ["allocation_heads"] * 5 * 2 * heads
-    assert 0 < mean(result, "answer") < 1
-    with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions"):
-        run_eval("allocation", make(kind), settings_of("allocation", {"length": 513}), tmp_path / "no.jsonl.gz")
 
 
 @pytest.mark.parametrize("kind", ["diff", "softmax", "gpt2"])

@@ -4,19 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from numbers_of import mean
+from tiny_models import tiny_lm
 from torch import Tensor
-from transformers import (
-    DiffLlamaConfig,
-    DiffLlamaForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -25,11 +14,6 @@ from diff_transformer.evals.gradient_flow import Settings, attention_weights, ev
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.model.presets import preset
 from diff_transformer.ops.api import diff_attention
-
-SMALL = {
-    "vocab_size": 300, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}  # fmt: skip
 
 
 def tiny(**fields) -> DiffTransformerForCausalLM:
@@ -149,22 +133,10 @@ def test_sizes_are_those_of_the_model_s_own_gradients(ids):
         assert found[kind] == pytest.approx(value, rel=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("config", "model"),
-    [
-        (LlamaConfig(**SMALL), LlamaForCausalLM),
-        (Qwen2Config(**SMALL), Qwen2ForCausalLM),
-        (Qwen3Config(**SMALL), Qwen3ForCausalLM),
-        (DiffLlamaConfig(**SMALL), DiffLlamaForCausalLM),
-        (GPT2Config(vocab_size=300, n_embd=32, n_layer=2, n_head=4), GPT2LMHeadModel),
-    ],
-    ids=["llama", "qwen2", "qwen3", "diffllama", "gpt2"],
-)
-def test_other_models_have_their_projections(config, model, ids):
-    torch.manual_seed(0)
-    lm = CausalLM(model(config), byte_tokenizer(), "other")
-    result = evaluate_gradient_flow(lm, ids, Settings())
-    for kind in ("qkv", "o") if model is GPT2LMHeadModel else "qkvo":
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "diffllama", "gpt2"])
+def test_other_models_have_their_projections(family, ids):
+    result = evaluate_gradient_flow(tiny_lm(family), ids, Settings())
+    for kind in ("qkv", "o") if family == "gpt2" else "qkvo":
         assert min(mean(result, "rms", part=kind, layer=layer) for layer in range(2)) > 0
     assert {row["state"] for row in result.rows} == {"model"}
 

@@ -58,9 +58,7 @@ def test_a_distractor_is_noise():
 
     result = evaluate_recall(OnKeys(), VOCABULARY, task, rows=4, longer=())
     # of 44 keys in the context 4 have a value
-    assert mean(result, "noise", experiment="recall_first") == pytest.approx(
-        40 / 44, abs=0.02
-    )  # of 44 keys in the context 4 have a value
+    assert mean(result, "noise", experiment="recall_first") == pytest.approx(40 / 44, abs=0.02)
 
 
 def test_rows_are_longer_by_their_noise():

@@ -10,11 +10,12 @@ from diff_transformer.evals import likelihood
 from diff_transformer.evals.likelihood import common_prefix, continuation_logprobs, position_losses, read_prefix
 from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.prompts import choice_tokens
+from diff_transformer.model.matching import VARIANTS
 
 SLIDING = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
 MODELS = {
-    "diff": {}, "softmax": {"num_key_value_heads": 2}, "llama": {}, "qwen2 with a sliding window": SLIDING, "qwen3": {},
-    "gpt2": {}, "diffllama": {},
+    **{name: {} for name in VARIANTS if name != "dint"}, "softmax": {"num_key_value_heads": 2}, "llama": {},
+    "qwen2 with a sliding window": SLIDING, "qwen3": {}, "gpt2": {}, "diffllama": {},
 }  # fmt: skip
 
 

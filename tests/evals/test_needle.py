@@ -109,29 +109,6 @@ def test_the_least_length_that_is_named_is_the_least_that_works(filler):
     assert evaluate_needle(model, filler, Settings(**{**sizes, "lengths": (least,)})).rows[-1]["score"] == 1
 
 
-@pytest.fixture(scope="module")
-def llama():
-    return tiny_lm("llama", positions=512)
-
-
-def test_the_model_s_positions_limit_the_length(filler, llama):
-    result = evaluate_needle(llama, filler, Settings(cells=((1, 1),), depths=(0.5,), length=512, samples=2))
-    assert len(result.rows) == 2
-    with pytest.raises(ValueError, match="has 513 tokens, more than the 512 positions of llama"):
-        evaluate_needle(llama, filler, Settings(length=513))
-
-
-def test_the_command_runs_on_a_text_of_one_s_own(llama, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
-    settings = settings_of("needle", {"corpus": str(text), "length": 300}, ["samples=1", "cells=[[1,1]]"])
-    result = measured("needle", llama, settings, tmp_path / "out.jsonl.gz")
-    assert len(result.rows) == 5
-    assert "weather" in result.rows[0]["prompt"]
-    assert result.about["corpus"] == str(text)
-    assert result.about["part"] == "validation"
-
-
 def test_a_short_haystack_takes_in_the_training_side_and_a_shorter_one_is_refused(tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("Some words in a row. " * 100)

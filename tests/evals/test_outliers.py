@@ -9,7 +9,7 @@ from diff_transformer.data.evaluation_text import load_rows
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.evals.attention_call import AttentionCall
 from diff_transformer.evals.outliers import Magnitudes, evaluate_outliers, ranked
-from diff_transformer.lab.evaluate import run_eval, settings_of
+from diff_transformer.lab.evaluate import run_eval
 
 
 def make(kind):
@@ -116,18 +116,6 @@ def test_metrics_by_hand():
     assert ("logits", -1, 10) not in found
     assert found["logits", -1, 0] == pytest.approx(3, rel=0.005)
     assert (found["logits", 0, 1], found["logits", 1, 1], found["hidden", 1, 1]) == (9, 3, 7.5)
-
-
-@pytest.mark.parametrize("kind", ["diff", "gpt2"])
-def test_the_command(kind, tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("A line of plain words about the weather in the hills.\n" * 200)
-    settings = settings_of("outliers", {"corpus": str(text), "length": 100, "samples": 4})
-    result = measured("outliers", make(kind), settings, tmp_path / "out.jsonl.gz")
-    assert result.about["tokens"] == 400
-    assert result.about["part"] == "validation"
-    with pytest.raises(ValueError, match="a row has 129 tokens, more than the 128 positions"):
-        run_eval("outliers", make(kind), settings_of("outliers", {"length": 129}), tmp_path / "no.jsonl.gz")
 
 
 def test_rows_do_not_overlap_and_follow_the_seed(tmp_path):

@@ -3,16 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from numbers_of import mean, measured, ratio
+from numbers_of import mean, ratio
 from tiny_models import tiny_lm
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.evals.lm import CausalLM
 from diff_transformer.evals.repeat_loss import evaluate_associative_recall
-from diff_transformer.lab.evaluate import run_eval, settings_of
-from diff_transformer.lab.rows import read_file
-from diff_transformer.model.presets import preset
 
 IDS = torch.tensor([[1, 2, 3, 1, 2, 4], [5, 6, 5, 6, 5, 6], [7, 7, 7, 7, 7, 7]])
 TRAINING = np.array([6, 5, 0] * 20 + [1, 2, 3, 7, 8, 9] * 10)  # 120 tokens; the pair (6, 5) makes up a sixth of them
@@ -63,16 +58,3 @@ def test_ids_with_gaps_have_the_same_slices():
     fake.token_losses = lambda rows: Fake.token_losses(fake, rows // 7919)
     spread = evaluate_associative_recall(fake, torch.from_numpy(far[IDS]), far[TRAINING], frequent_share=0.15)
     assert spread.rows == whole.rows
-
-
-def test_the_command(tmp_path):
-    text = "The keeper walked along the wall and the keeper counted the stones of the wall. " * 60
-    (tmp_path / "text.txt").write_text(text)
-    lm = CausalLM(DiffTransformerForCausalLM(preset("debug", vocab_size=258)), byte_tokenizer(), "tiny")
-    settings = settings_of("associative_recall", {"corpus": str(tmp_path / "text.txt"), "length": 100, "samples": 2})
-    result = measured("associative_recall", lm, settings, tmp_path / "r.jsonl.gz")
-    assert read_file(tmp_path / "r.jsonl.gz")[0]["experiment"] == "associative_recall"
-    assert len(result.rows) == 2
-    assert result.about["tokens"] == 200
-    with pytest.raises(ValueError, match="a row has 2048 tokens, more than the 128 positions of tiny"):
-        run_eval("associative_recall", lm, settings_of("associative_recall", {}), tmp_path / "other.jsonl.gz")

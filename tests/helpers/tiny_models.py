@@ -11,19 +11,21 @@ def tiny_model(family, *, positions=128, vocab_size=260, std=None, **fields):
     """Two layers of width 32 with four heads; the same weights on every call.
 
     Args:
+        family: one of ``FAMILIES``, or a variant of this package's attention.
         std: standard deviation of every matrix but lambda's, for attention that is far from uniform; None leaves the
             family's own initialisation.
         fields: of the family's configuration.
     """
     import transformers
 
-    from diff_transformer import DiffTransformerForCausalLM, matched_baseline
+    from diff_transformer import DiffTransformerForCausalLM
+    from diff_transformer.model.matching import VARIANTS, variant
     from diff_transformer.model.presets import preset
 
     torch.manual_seed(0)
-    if family in ("diff", "softmax"):
+    if family in VARIANTS:
         config = preset("debug", vocab_size=vocab_size, max_position_embeddings=positions, **fields)
-        model = DiffTransformerForCausalLM(config if family == "diff" else matched_baseline(config))
+        model = DiffTransformerForCausalLM(variant(config, family))
     elif family == "gpt2":
         sizes = {"vocab_size": vocab_size, "n_positions": positions, "n_embd": 32, "n_layer": 2, "n_head": 4}
         model = transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **fields}))

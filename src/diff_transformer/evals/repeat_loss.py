@@ -55,7 +55,7 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     else:
         corpus = load_corpus(settings.corpus)
         seen = pack_documents(take_bytes(corpus.train, settings.training_bytes), lm.tokenizer)
-    result = evaluate_associative_recall(
+    return evaluate_associative_recall(
         lm,
         spread_rows(corpus, lm.tokenizer, settings.length, settings.samples),
         seen,
@@ -63,8 +63,6 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
         frequent_share=settings.frequent_share,
         samples=samples,
     )
-    result.about["corpus"] = corpus.name
-    return result
 
 
 def evaluate_associative_recall(
