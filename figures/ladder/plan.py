@@ -1,8 +1,7 @@
 """Figure 3 on one GPU: four sizes from 7M to 117M parameters, 33M tokens each, on text alone; one seed.
 
-Command: ``diff-transformer study ladder --corpus FOLDER --out runs/ladder --jobs 1``, then ``diff-transformer eval
-scaling --set runs=runs/ladder --out runs/ladder.json``. Hardware: one H100-class GPU. Time: a quarter of an hour at
-25 % of 989 TFLOP/s; not measured. With at least 150 MB of text, no text is repeated.
+Commands: README.md. Hardware: one H100-class GPU. Time: a quarter of an hour at 25 % of 989 TFLOP/s; not measured.
+With at least 150 MB of text, no text is repeated.
 """
 
 from diff_transformer.lab.recipes.one_gpu import one_gpu

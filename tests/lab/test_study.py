@@ -8,7 +8,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.rows import FILE, row, write_rows
-from diff_transformer.lab.spec import check_folders
+from diff_transformer.lab.spec import RunSpec, check_folders
 from diff_transformer.lab.stages import SWEPT, Stage, load_stages
 from diff_transformer.lab.study import Progressed, best_rates, run_study
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
@@ -210,6 +210,12 @@ def test_a_run_that_diverges_is_a_result(texts, tmp_path, monkeypatch, measured,
     assert record.diverged.startswith(f"step {step + 2}: loss nan")
     assert len(record.rows["training"]) == logged
     assert ("gradient_median" in record.metrics) == bool(logged)
+
+
+def test_a_run_whose_prompts_are_too_long_for_the_page_is_whole(texts, tmp_path):
+    config = tiny(texts, "train.steps=1", "data.length=40", 'data.mixture={"text": 1.0}')
+    RunSpec("main", "diff", 0, config, ("explorer",)).save(tmp_path)
+    assert {"validation", "model"} <= {*run(tmp_path).rows.experiments}
 
 
 def test_the_ablation_is_a_study_of_seven_rows(texts):

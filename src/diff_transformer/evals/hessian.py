@@ -19,14 +19,13 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 STEP = 1e-4
 
 
-def lanczos(product: Callable[[Tensor], Tensor], size: int, steps: int, seed: int = 0) -> Tensor:
+def lanczos(product: Callable[[Tensor], Tensor], size: int, steps: int) -> Tensor:
     """Approximate eigenvalues of a symmetric matrix in ascending order, fp64 ``[steps]``, or ``[size]`` if smaller.
 
     Args:
         product: the matrix times a vector, fp64 ``[size]`` to the same shape.
-        seed: of the first vector.
     """
-    vector = torch.randn(size, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    vector = torch.randn(size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     basis, diagonal, beside = [vector / vector.norm()], [], []
     for _ in range(min(steps, size)):
         image = product(basis[-1])
@@ -46,7 +45,7 @@ def lanczos(product: Callable[[Tensor], Tensor], size: int, steps: int, seed: in
     return torch.linalg.eigvalsh(matrix)
 
 
-def hessian_eigenvalues(model: nn.Module, loss: Callable[[nn.Module], Tensor], steps: int, seed: int = 0) -> Tensor:
+def hessian_eigenvalues(model: nn.Module, loss: Callable[[nn.Module], Tensor], steps: int) -> Tensor:
     """Approximate eigenvalues of the Hessian of a loss by all weights, ascending, fp64 ``[steps]``.
 
     Args:
@@ -68,4 +67,4 @@ def hessian_eigenvalues(model: nn.Module, loss: Callable[[nn.Module], Tensor], s
         change = STEP * vector.to(start.device)
         return ((gradient(start + change) - gradient(start - change)) / (2 * STEP)).cpu()
 
-    return lanczos(product, len(start), steps, seed)
+    return lanczos(product, len(start), steps)

@@ -49,8 +49,6 @@ class Worker(Protocol):
 
     def wait(self, timeout: float | None = None) -> int: ...
 
-    def kill(self) -> None: ...
-
 
 class Executor(Protocol):
     """Starts workers."""

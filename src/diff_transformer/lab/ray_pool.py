@@ -91,10 +91,7 @@ class RayWorker:
         """Ask the run to save and stop; one that waits for its turn leaves the queue."""
         import ray
 
-        ray.cancel(self._ended, force=sig == signal.SIGKILL)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        ray.cancel(self._ended)
 
 
 def _execute(folder: Path, working: Path, gpus: float) -> int:

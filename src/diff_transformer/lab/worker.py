@@ -120,7 +120,9 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
         if name == EXPLORER:
             filler = None if data.text is None else Filler(data.corpus.validation)
             entries = explorer_entries(lm, filler, config)
-            write_rows(path, [row(EXPLORER, *spec.identity, example=i, entry=each) for i, each in enumerate(entries)])
+            maps = [row(EXPLORER, *spec.identity, example=i, entry=each) for i, each in enumerate(entries)]
+            if maps:  # a file of rows is never empty
+                write_rows(path, maps)
         else:
             model = own if name in PAIR_EVALS else lm
             run_eval(name, model, settings[name], path, identity=spec.identity)
@@ -236,8 +238,8 @@ def gradient_metrics(norms: list[float]) -> dict[str, float | None]:
         spikes += norms[i] > 3 * before[len(before) // 2]
     late = sorted(norms[len(norms) // 10 :])
     if not late:  # diverged before anything was logged
-        return {"median": None, "largest": None, "spikes": 0, "logged": 0}
-    return {"median": late[len(late) // 2], "largest": late[-1], "spikes": spikes, "logged": len(norms)}
+        return {"median": None, "largest": None, "spikes": 0}
+    return {"median": late[len(late) // 2], "largest": late[-1], "spikes": spikes}
 
 
 def _initial_lambdas(model: dict) -> list[float]:
