@@ -34,6 +34,7 @@ def test_paper_sizes(name, billions):
         ({"head_norm": "layer"}, "no head_norm 'layer'; there are: True, False, no_weight"),
         ({"backend": "tritn"}, r"no backend 'tritn' \(did you mean 'triton'\?\); there are: auto, reference"),
         ({"head_norm": False, "head_norm_init": 0.1}, "head_norm_init=0.1 sets the weight"),
+        ({"head_norm_init": "matched"}, "head_norm_init is 'matched'; give a number, or one for each layer"),
         ({"head_dim": 7}, "head_dim is 7; rotary embedding needs an even width"),
         ({"head_nrom": False}, "has no field 'head_nrom' .did you mean 'head_norm'"),
     ],

@@ -255,6 +255,20 @@ def test_lambdas_and_maps_of_a_layer(attention):
     torch.testing.assert_close(layer(x, output_attentions=True)[1], difference)
 
 
+@pytest.mark.parametrize("attention", ["diff", "diff_v2", "diff_v3"])
+def test_gradients_of_each_example_by_torch_func(attention):
+    layer, x = DiffAttention(32, 4, attention=attention, is_causal=True), torch.randn(3, 6, 32)
+
+    def loss(weights, row):
+        return torch.func.functional_call(layer, weights, row[None])[0].square().sum()
+
+    weights = dict(layer.named_parameters())
+    each = torch.func.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+    loss(weights, x[1]).backward()
+    for name, weight in weights.items():
+        torch.testing.assert_close(each[name][1], weight.grad, atol=1e-5, rtol=1e-4)
+
+
 @torch.no_grad()
 def test_lambdas_without_the_input():
     """A scalar lambda needs no input, one map has no lambda, and a lambda of each token says that it needs one."""

@@ -234,21 +234,6 @@ def test_the_examples_of_the_documentation_run():
     np.testing.assert_allclose(rms, jnp.full_like(rms, 1 - 0.2), rtol=1e-2)
 
 
-def test_the_package_does_without_jax_and_the_operator_says_what_to_do():
-    """In a process where JAX cannot be found, and is not imported by anything else of the package."""
-    code = """
-import importlib.util, sys
-import diff_transformer, diff_transformer.ops
-diff_transformer.diff_attention
-print("jax" in sys.modules)
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, package=None: None if name == "jax" else find(name, package)
-try:
-    import diff_transformer.ops.jax
-except ImportError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    imported, told = done.stdout.strip().splitlines()
-    assert imported == "False"
-    assert "needs JAX, which is not installed; install it (pip install 'diff-transformer[jax]')" in told
+def test_the_package_does_not_import_jax():
+    code = "import sys; import diff_transformer; diff_transformer.diff_attention; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

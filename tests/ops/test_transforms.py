@@ -115,3 +115,11 @@ def test_named_backends_refuse():
 def test_second_derivatives_of_the_reference():
     x = make_inputs(B=1, H=2, T=3, D=2).to(torch.float64)
     assert torch.autograd.gradgradcheck(lambda *x: attend(*x, backend="reference"), tuple(x))
+
+
+@pytest.mark.parametrize("backend", ["blockwise", "triton"], indirect=True)
+def test_second_derivatives_of_kernels_are_refused(backend):
+    x = make_inputs(B=1, H=1, T=3, D=2)
+    (gradient,) = torch.autograd.grad(attend(*x, backend=backend).sum(), x.q1, create_graph=True)
+    with pytest.raises(UserError, match=r"second derivatives pass through .* give backend='reference'"):
+        gradient.sum().backward()

@@ -21,10 +21,11 @@ import torch
 from torch import Tensor
 
 from diff_transformer.model.cores import AttentionCore, Lambda
-from diff_transformer.model.inputs import Visible, as_boolean
+from diff_transformer.model.inputs import Visible
 from diff_transformer.ops.masking import fully_masked_rows
 from diff_transformer.ops.reference import DiffMaps
 
+HIDDEN = -9900  # of additive masks: this and less; -1e4, rounded to bf16, is -9984
 Counted = tuple[Tensor, Tensor | None]  # the queries that count in means, and the fully masked ones, if there are any
 
 
@@ -39,8 +40,9 @@ class DintCore(AttentionCore):
 
     def counted(self, q: Tensor, k: Tensor, visible: Visible) -> Counted:
         """Two masks of queries, bool ``[B|1, h|1, T, 1]``: those that count in means, and those that see nothing."""
-        mask = None if visible.mask is None else as_boolean(visible.mask)
-        mask = None if mask is None else mask[(None,) * (4 - mask.dim())]
+        mask = visible.mask
+        if mask is not None:
+            mask = (mask if mask.dtype == torch.bool else mask > HIDDEN)[(None,) * (4 - mask.dim())]
         fully_masked = fully_masked_rows(q.shape[2], k.shape[2], visible.is_causal, None, mask, q.device)
         counts = torch.ones(1, 1, q.shape[2], 1, dtype=torch.bool, device=q.device)
         if visible.tokens is not None:

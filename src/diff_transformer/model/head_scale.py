@@ -10,8 +10,6 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from diff_transformer.checks import require_positive
-
 
 def head_outputs(config, input_ids: Tensor, seed: int = 0, targets: list[float] | None = None) -> list[float]:
     """Root mean square of W_O's input in each layer of an untrained model of ``config``, on tokens ``[B, T]``.
@@ -51,7 +49,6 @@ def with_matched_scale(config, input_ids: Tensor | None = None, *, length: int =
     from diff_transformer.model.config import matched_baseline
 
     if input_ids is None:
-        require_positive(length=length, draws=draws)
         generator = torch.Generator().manual_seed(seed)
         frequencies = 1 / torch.arange(1, config.vocab_size + 1).float()
         input_ids = torch.multinomial(frequencies, 8 * length, replacement=True, generator=generator).view(8, length)

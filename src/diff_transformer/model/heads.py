@@ -93,6 +93,8 @@ class Variant:
             (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),
             (not isinstance(self.head_scale, int | float | list | tuple) and self.head_scale != MATCHED,
              f"head_scale is {self.head_scale!r}; give a number, one for each layer, or {MATCHED!r}"),
+            (not isinstance(self.head_norm_init, int | float | list | tuple),
+             f"head_norm_init is {self.head_norm_init!r}; give a number, or one for each layer"),
             (self.head_norm_init != 1 and self.head_norm != "weighted",
              f"head_norm_init={self.head_norm_init} sets the weight of a head norm that has none; set head_norm=True "
              "('weighted'), or leave it out"),

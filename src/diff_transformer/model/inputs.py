@@ -80,14 +80,6 @@ def _keeps_all(attention_mask: Tensor | None) -> bool:
     return attention_mask.dim() == 2 and not traced() and bool(attention_mask.all())
 
 
-def as_boolean(attn_mask: Tensor) -> Tensor:
-    """True where a mask, bool or additive, lets a query see a key; -1e4 and -1e9 hide too.
-
-    Rounded to bf16, -1e4 is -9984.
-    """
-    return attn_mask if attn_mask.dtype == torch.bool else attn_mask > -9900
-
-
 # Packed documents: several documents in one row of tokens; no token attends to another document.
 
 

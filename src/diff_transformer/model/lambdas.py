@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.layers import keeping_precision
+from diff_transformer.ops.arguments import active_transform
 
 
 def lambda_init(layer_index: int, depth_offset: int = 0) -> float:
@@ -72,8 +73,8 @@ class TokenLambda(nn.Module):
     projection is computed in the dtype of the hidden states, the sigmoid in fp32. ``offset`` is added to lambda's
     logits.
 
-    ``mean`` (not saved) is the mean lambda of the last call in training mode, for telemetry; None without
-    ``telemetry``.
+    ``mean`` (not saved) is the mean lambda of the last call in training mode, outside of ``torch.func``, for telemetry;
+    None without ``telemetry``.
     """
 
     initial = 0.0
@@ -95,7 +96,7 @@ class TokenLambda(nn.Module):
         if self.offset:
             logits = torch.cat((logits[..., :-1], logits[..., -1:] + self.offset), -1)
         weights = logits.sigmoid()
-        if self.training and self.mean is not None:
+        if self.training and self.mean is not None and active_transform() is None:  # which forbid the assignment
             self.mean.copy_(weights[..., -1].detach().mean())
         return weights.transpose(1, 2)
 

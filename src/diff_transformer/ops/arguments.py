@@ -166,6 +166,11 @@ def traced() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing() or _get_current_dispatch_mode() is not None
 
 
+def no_second_derivatives(ctx, *gradients):
+    """Raise UserError: kernels do not compute the derivative of their backward."""
+    raise UserError("second derivatives pass through diff_attention; give backend='reference', which computes them")
+
+
 def active_transform() -> str | None:
     """The transform that surrounds the call and that kernels of our own do not support, as a message, or None."""
     if forward_ad._current_level >= 0:

@@ -1,20 +1,10 @@
 """The operator in JAX: the names, shapes and meaning of ``diff_transformer.ops``, for jit, grad and vmap.
 
 It is written in ``jax.numpy``, so that XLA compiles it for CPU, GPU and TPU. No other module of the package imports it,
-and importing the package does not import JAX.
+and importing the package does not import JAX: pip install 'diff-transformer[jax]'.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
-
-import importlib.util
-
-from diff_transformer.errors import UserError
-
-if importlib.util.find_spec("jax") is None:
-    raise ImportError(
-        "diff_transformer.ops.jax needs JAX, which is not installed; install it (pip install 'diff-transformer[jax]'), "
-        "or use diff_transformer.diff_attention, the same operator in PyTorch"
-    )
 
 from functools import partial
 
@@ -22,6 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from diff_transformer.errors import UserError
 from diff_transformer.ops.arguments import FITTING, broadcasts, check_options, shapes_fit
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from diff_transformer.ops.arguments import traced
+from diff_transformer.ops.arguments import no_second_derivatives, traced
 from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call, in_dtype, replace, with_noise_head_for_each_mask
 from diff_transformer.ops.cpu import kernel, library
 
@@ -97,3 +97,4 @@ def _differentiate(ctx, dout):
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(no_second_derivatives)

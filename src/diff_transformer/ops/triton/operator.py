@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from diff_transformer.ops.arguments import no_second_derivatives
 from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call
 from diff_transformer.ops.hopper.backward import attend_backward
 from diff_transformer.ops.hopper.forward import attend_forward
@@ -95,6 +96,7 @@ def _differentiate(ctx, dout, *unused):
 
 
 forward.register_autograd(_differentiate, setup_context=_save)
+backward.register_autograd(no_second_derivatives)
 
 
 def _by_hopper(direction: str, call: Call) -> bool:
