@@ -103,7 +103,7 @@ def available_backends(device: str | torch.device, dtype: torch.dtype) -> list[s
         return []
     try:
         x = torch.empty(1, 1, 1, 16, dtype=dtype, device=device)
-    except (RuntimeError, AssertionError):  # the device is not here; PyTorch was built without it
+    except (RuntimeError, AssertionError, TypeError):  # not here; PyTorch was built without it; it has no such dtype
         return []
     call = Call(x, x, x, None, x, x)
     names = [name for name, backend in BACKENDS.items() if backend.unsupported_reason(call) is None]
