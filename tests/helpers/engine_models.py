@@ -18,7 +18,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def build(folder, shards: str | None = None, dtype: torch.dtype = torch.float32, **fields):
+def build(folder, **fields):
     """Save a random model with a byte tokenizer; attention matters in it, so that its tokens vary."""
     torch.manual_seed(0)
     model = DiffTransformerForCausalLM(DiffTransformerConfig(**{**SIZES, **fields})).eval()
@@ -28,8 +28,7 @@ def build(folder, shards: str | None = None, dtype: torch.dtype = torch.float32,
                 parameter.mul_(2.0)
             if "head_norm" in name:
                 parameter.add_(0.3 * torch.randn_like(parameter))
-    model = model.to(dtype)
-    model.save_pretrained(folder, **({} if shards is None else {"max_shard_size": shards}))
+    model.save_pretrained(folder)
     byte_tokenizer().save_pretrained(folder)
     return model
 

@@ -3,31 +3,12 @@
 from functools import partial
 
 import pytest
-import torch
+from tiny_models import save_tiny_model
 from typer.testing import CliRunner
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.cli import app
-from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.model.presets import preset
 
-
-def save(folder, seed=0, **fields):
-    torch.manual_seed(seed)
-    config = preset("debug", vocab_size=258, embedding_initializer_range=1.0, tie_word_embeddings=False, **fields)
-    DiffTransformerForCausalLM(config).save_pretrained(folder)
-    byte_tokenizer().save_pretrained(folder)
-    return str(folder)
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def assistant(tmp_path_factory):
-    return save(tmp_path_factory.mktemp("assistant"), seed=1, num_hidden_layers=1)
+FIELDS = {"embedding_initializer_range": 1.0, "tie_word_embeddings": False}
 
 
 @pytest.fixture
@@ -35,7 +16,9 @@ def run():
     return partial(CliRunner().invoke, app, catch_exceptions=False)
 
 
-def test_every_way_prints_the_same_text(run, model, assistant):
+def test_every_way_prints_the_same_text(run, tmp_path):
+    model = str(save_tiny_model(tmp_path / "model", **FIELDS))
+    assistant = str(save_tiny_model(tmp_path / "assistant", num_hidden_layers=1, **FIELDS))
     plain = run(["generate", model, "hello", "--max-new-tokens", "12"])
     assert plain.exit_code == 0
     assert plain.stdout.startswith("hello")

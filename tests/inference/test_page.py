@@ -5,13 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
-import torch
+from tiny_models import save_tiny_model
 from typer.testing import CliRunner
 
-from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.cli import app
-from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.model.presets import preset
 
 PAGE = (Path(__file__).parents[2] / "docs" / "inference.md").read_text()
 BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
@@ -20,10 +17,7 @@ BLOCKS = re.findall(r"```(sh|python)\n(.*?)```", PAGE, re.DOTALL)
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     for name, layers in (("model", 2), ("small-model", 1)):
-        torch.manual_seed(layers)
-        config = preset("debug", vocab_size=258, num_hidden_layers=layers, embedding_initializer_range=1.0)
-        DiffTransformerForCausalLM(config).save_pretrained(tmp_path / name)
-        byte_tokenizer().save_pretrained(tmp_path / name)
+        save_tiny_model(tmp_path / name, num_hidden_layers=layers, embedding_initializer_range=1.0)
     monkeypatch.chdir(tmp_path)
     return tmp_path
 

@@ -5,24 +5,9 @@ import math
 
 import pytest
 import torch
+from tiny_models import save_tiny_model
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.data.tokenizer import byte_tokenizer
-from diff_transformer.model.presets import preset
-
-PAIR = pytest.mark.parametrize("attention", ["diff", "softmax"])
-
-
-@pytest.fixture
-def folder(attention, tmp_path):
-    torch.manual_seed(0)
-    config = preset(
-        "debug", vocab_size=258, attention=attention, embedding_initializer_range=1.0, num_key_value_heads=2
-    )
-    DiffTransformerForCausalLM(config).save_pretrained(tmp_path / "model")
-    byte_tokenizer().save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
-
 
 ROWS = [
     {"question": "Two and two is", "choices": ["four", "five"], "answer": 0},
@@ -41,14 +26,15 @@ def facts(folder):
     }  # fmt: skip
 
 
-@PAIR
-def test_the_harness_scores_a_checkpoint(folder, tmp_path):
+@pytest.mark.parametrize("attention", ["diff", "softmax"])
+def test_the_harness_scores_a_checkpoint(attention, tmp_path):
     """Its own model class on a task of two choices; the log-likelihoods are those of the model itself."""
     lm_eval = pytest.importorskip("lm_eval", reason="the extra `harness` is not installed")
     from lm_eval.models.huggingface import HFLM
     from lm_eval.tasks import TaskManager
 
-    task = facts(tmp_path)
+    fields = {"attention": attention, "embedding_initializer_range": 1.0, "num_key_value_heads": 2}
+    folder, task = save_tiny_model(tmp_path / "model", **fields), facts(tmp_path)
     lm = HFLM(pretrained=str(folder), tokenizer=str(folder), device="cpu", max_length=128, batch_size=2)
     assert type(lm.model) is DiffTransformerForCausalLM
     outcome = lm_eval.simple_evaluate(

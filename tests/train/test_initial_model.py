@@ -1,7 +1,5 @@
 """The model that a run starts with."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
@@ -36,23 +34,6 @@ from diff_transformer.train.training_data import load_training_data
 
 QWEN = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
 TOKENIZER = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
-PEAK = """
-import resource, sys
-from types import SimpleNamespace
-from diff_transformer import differentiate
-from diff_transformer.lab.recipes import recipe
-from diff_transformer.train.config import override
-from diff_transformer.train.initial_model import build_model
-
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-
-tokenizer = SimpleNamespace(pad_token_id=None, bos_token_id=None, eos_token_id=0)
-build_model(recipe("debug"), tokenizer)
-before = peak()
-model = build_model(override(recipe("debug"), sys.argv[1:]), tokenizer)
-print((peak() - before) / sum(4 * p.numel() for p in model.parameters()))
-"""
 
 
 def seeded(seed: int, attention: str = "diff"):
@@ -95,15 +76,6 @@ def test_what_is_trained_is_what_was_asked_for(name):
     ]
     for field, value in config.model.items():
         assert getattr(model.config, field) == value
-
-
-@pytest.mark.slow
-def test_building_holds_little_more_than_the_model():
-    size = ["hidden_size=1024", "num_attention_heads=16", "num_hidden_layers=4", "vocab_size=512"]
-    command = [sys.executable, "-c", PEAK, *(f"model.{setting}" for setting in size)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    assert float(done.stdout) < 1.4  # both models at once: 2.0
 
 
 @pytest.mark.parametrize(

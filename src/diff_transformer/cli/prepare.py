@@ -30,7 +30,7 @@ def run_prepare(
     """
     given = {key: value for key, value in settings.items() if value is not None}
     if sources:
-        given["sources"] = [_absolute(source) for source in sources]
+        given["sources"] = [_absolute(os.path.expanduser(source)) for source in sources]
     elif is_prepared(out):
         given = read_plan(out)["settings"] | given
     else:

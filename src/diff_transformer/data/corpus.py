@@ -28,7 +28,7 @@ def load_corpus(source: str | os.PathLike = "python", *, max_bytes: int | None =
     Raises:
         UserError: for a source that does not exist or cannot be read, and for a side without text.
     """
-    source = os.fspath(source)
+    source = os.path.expanduser(os.fspath(source))
     require_positive(max_bytes=max_bytes)
     if is_prepared(source):
         return decoded_corpus(source, max_bytes)

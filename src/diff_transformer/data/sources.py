@@ -75,7 +75,7 @@ def _find(name: str) -> list[Source]:
     if name.startswith("hub:"):
         hub_query(name)
         return [Source(name, "hub")]
-    path = Path(name).absolute()
+    path = Path(name).expanduser().absolute()
     if not path.exists():
         advice = "a URL: download it, and give the file" if "://" in name else f"no file or folder; give {ACCEPTED}"
         raise UserError(f"source {name!r} is {advice}")

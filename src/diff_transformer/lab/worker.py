@@ -59,7 +59,7 @@ def run(folder: Path) -> Record:
         data = load_training_data(config)
         resume = (place / "config.json").exists()
         if spec.side == SOURCE:  # measured as it is
-            trained = Trained(place, _start(config, data), data.tokenizer, config)
+            trained = Trained(place, _start(config, data), data.tokenizer)
         else:
             trained = train(config, place, resume=resume, progress=report, data=data)
         assert trained.model is not None  # false on every rank but the first; a worker is one process

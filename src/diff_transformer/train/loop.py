@@ -52,7 +52,6 @@ class Trained:
     folder: Path
     model: torch.nn.Module | None  # unwrapped, in eval mode; of a sharded model None on every rank but the first
     tokenizer: object
-    config: RunConfig
 
 
 @dataclass(frozen=True)
@@ -155,7 +154,7 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
             on_first_rank(fabric, lambda: save_model(model, run.data.tokenizer, folder / "model"))
     if stop.number is not None:
         raise Interrupted(f"{folder} is finished, and was then asked to stop", stop.number)
-    return Trained(folder, model, run.data.tokenizer, config)
+    return Trained(folder, model, run.data.tokenizer)
 
 
 def _train_steps(
