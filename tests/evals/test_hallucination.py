@@ -74,13 +74,6 @@ def test_the_output_ends_where_a_base_model_starts_anew():
     assert trimmed("summary", "One.\nArticle: x") == "One."
 
 
-def test_the_model_s_text_is_text():
-    hostile = "__import__('os').abort(); {0.__class__} %s <|endoftext|>"
-    result = evaluate_hallucination(Writer(lambda prompt: hostile), {"t": QUESTIONS[:1]}, contained)
-    assert result.rows[0]["got"] == hostile
-    assert result.rows[0]["verdict"] == "no"
-
-
 def test_prompts_end_with_what_the_model_must_fill():
     assert frame(QUESTIONS[0], "D.").startswith("D.\n\n")
     assert frame(QUESTIONS[0], "D.").endswith("\n\nQuestion: How many steps?\nAnswer:")

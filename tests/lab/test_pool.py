@@ -150,7 +150,7 @@ def test_a_spec_survives_its_file(tmp_path):
     spec.save(tmp_path)
     assert RunSpec.load(tmp_path) == spec
     assert spec.key == "novels/diff-seed3"
-    config.evaluation.samples += 1
+    config.evaluation.samples, config.train.compile = 99, True  # as for `train --resume`
     check_folders({tmp_path: spec, tmp_path / "new": spec})
     config.train.steps = 99
     with pytest.raises(UserError, match=r"another configuration[^\0]*train.steps: 20 against 99"):

@@ -159,13 +159,6 @@ def test_comparisons_are_settings_called_by_their_folders(tmp_path):
     assert len(read_results(*once)["model"]) == 2
 
 
-def test_the_same_file_twice_is_one_measurement(tmp_path):
-    rows = [*of_eval("m", "x/m", "1"), row("about", "m", example="chance", of="recall", key="chance", value=0.5)]
-    write_rows(tmp_path / "a.jsonl.gz", rows)
-    twice = read_rows(tmp_path / "a.jsonl.gz", tmp_path / "a.jsonl.gz")
-    assert (len(twice["needle"]), len(twice.about("recall"))) == (1, 1)
-
-
 def test_columns_of_a_user_s_experiment_do_not_replace_the_keys():
     (each,) = rows_of("mine", [{"side": "left", "seed": 7, "score": 1.0}], {}, "m")
     assert (each["side"], each["seed"], each["side_"], each["seed_"]) == ("m", 0, "left", 7)

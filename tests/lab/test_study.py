@@ -8,7 +8,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.rows import FILE, row, write_rows
-from diff_transformer.lab.spec import RunSpec, check_folders
+from diff_transformer.lab.spec import RunSpec
 from diff_transformer.lab.stages import SWEPT, Stage, load_stages
 from diff_transformer.lab.study import Progressed, best_rates, run_study
 from diff_transformer.lab.worker import gradient_metrics, losses_by_source, run
@@ -132,17 +132,6 @@ def test_a_folder_of_something_else_is_left_alone(texts, tmp_path):
         (tmp_path / name).write_text("{}")
     with pytest.raises(UserError, match="is not empty and holds no study; choose another folder"):
         run_study(study(texts), tmp_path)
-
-
-def test_finished_cells_of_another_configuration_are_refused(texts, tmp_path):
-    cell = sweep(texts).specs({})[0]
-    folder = tmp_path / cell.key
-    folder.mkdir(parents=True)
-    cell.save(folder)
-    with pytest.raises(ValueError, match=r"another configuration[^\0]*train.steps: 4 against 5"):
-        run_study(study(texts, "train.steps=5"), tmp_path)
-    (other,) = [spec for spec in sweep(texts, "train.compile=true").specs({}) if spec.key == cell.key]
-    check_folders({folder: other})  # as for `train --resume`
 
 
 def test_a_rate_at_which_training_diverged_is_not_chosen(texts, tmp_path):

@@ -8,6 +8,7 @@ from made_rows import attention, comparison, model
 from rich.console import Console
 
 from diff_transformer.errors import UserError
+from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.rows import Rows, row
 from diff_transformer.report import figures
 from diff_transformer.report.charts import names_of
@@ -59,6 +60,7 @@ def test_figures_have_their_settings_numbers_and_examples(page):
     needles = re.search(r'<section id="needles".*?</section>', page, re.DOTALL)[0]
     assert "Measured with length 128." in needles
     assert "Where &lt;b&gt;is&lt;/b&gt; it?" in needles
+    assert {figure.paper for figure in figures.FIGURES} == {*SAID.values(), ""}
     assert "cannot be drawn" not in page
 
 
@@ -145,6 +147,8 @@ def test_the_explorer_leaves_out_what_is_too_large(monkeypatch):
     assert left_out == 0
     assert [each["name"] for each in text["models"]] == ["DIFF", "Transformer", "x"]
     assert json.dumps(texts)
+    (text,), _ = examples(Rows([attention("diff", "a"), attention("diff", "b")]), {"diff": "DIFF"})
+    assert [each["name"] for each in text["models"]] == ["DIFF, a", "DIFF, b"]
     monkeypatch.setattr("diff_transformer.report.explorer.FIRST", 10)
     assert examples(rows, dict.fromkeys(rows.sides, "m")) == ([], 1)
 
@@ -169,6 +173,8 @@ def test_tables_are_differences_or_values():
     assert lines[4].endswith("| held |")
     alone = markdown(Rows(comparison(("llama",))), ["needle_n1_r1"])
     assert alone.splitlines()[-1] == "| 1 needle | 0.900 (0.769 to 0.960), n 40 |"
+    choices = [row("quantization_choice", "llama", example=i, bits=4, score=float(i < 1)) for i in range(4)]
+    assert "| right choices, 4-bit logits | 0.250 (0.046 to 0.699), n 4 |" in markdown(Rows(choices))
     twice = [row("mine", side, example="x", right=right) for side in ("diff", "softmax") for right in (True, False)]
     assert "| DIFF | mine right | 0.500 | 0.500 | +0.000 | 1 |" in markdown(Rows(twice))
     with pytest.raises(UserError, match=r"no quantity 'los' \(did you mean 'loss'"):

@@ -56,7 +56,7 @@ def parse_shapes(text: str) -> list[Shape]:
     shapes = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)x(\d+)x(\d+)x(\d+)(n?)", part.strip())
-        if match is None or "0" in match.groups():
+        if match is None or 0 in map(int, match.groups()[:4]):
             raise UserError(
                 f"{part.strip()!r} is not a shape; give batch x heads x length x width, for example 4x12x4096x128, "
                 "with a final n for attention without the causal mask, and commas between shapes"

@@ -85,6 +85,7 @@ def evaluate(
 
 def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
     from diff_transformer.lab.evaluate import run_suite
+    from diff_transformer.lab.results import read_results
     from diff_transformer.report.page import require_installed, write_report
     from diff_transformer.report.tables import markdown
 
@@ -99,12 +100,12 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
     if any(outcome.error is None for outcome in outcomes):
         try:
             require_installed()
+            print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
             for outcome in outcomes:
                 if outcome.record and len(plan.names) == 1:
-                    print(markdown(outcome.record.rows))
-            print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
+                    print(markdown(read_results(outcome.path)))
         except UserError as error:  # the results are there, and tables and a page can be made of them anywhere
-            print(f"no tables and no page: {error}", file=sys.stderr)
+            print(f"not shown: {error}", file=sys.stderr)
     return any(outcome.error for outcome in outcomes)
 
 

@@ -176,7 +176,7 @@ def _choices(lm: CausalLM, numbered: Sequence[tuple[int, MultipleChoiceItem]], b
     rows = []
     scored = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
     for (number, task), logprobs, cut in zip(numbered, scored, cuts, strict=True):
-        normalised = [value / len(choice) for value, choice in zip(logprobs, task.choices, strict=True)]
+        normalised = [value / max(1, len(choice)) for value, choice in zip(logprobs, task.choices, strict=True)]
         got, plain = int(np.argmax(normalised)), int(np.argmax(logprobs))
         rows.append({
             "experiment": "quantization_choice", "example": number, "bits": bits, "prompt": task.question,

@@ -265,7 +265,8 @@ def run_suite(
             except Exception as error:
                 if len(plan.names) == 1:
                     raise
-                outcomes.append(Outcome(name, label, path, error=f"{type(error).__name__}: {error}"))
+                said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                outcomes.append(Outcome(name, label, path, error=said))
     return outcomes
 
 

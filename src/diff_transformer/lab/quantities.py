@@ -318,8 +318,8 @@ def numbers_of(experiment: str, rows: Rows) -> list[str]:
 
 
 def further(rows: Rows) -> list[Quantity]:
-    """Quantities whose tasks, sets or columns only the rows say: of harness, RULER, hallucination, gradient flow and
-    scaling, and of experiments that are not of this package."""
+    """Quantities whose tasks, sets or columns only the rows say: of harness, RULER, quantisation, hallucination,
+    gradient flow and scaling, and of experiments that are not of this package."""
     made = [
         Quantity(f"harness_{task}_{shots:.0f}", f"{task}, {shots:.0f} shots", "accuracy", "", "harness", ("score",),
                  of=where(task=task, shots=shots))
@@ -329,6 +329,11 @@ def further(rows: Rows) -> list[Quantity]:
         Quantity(f"ruler_{task}_{length:.0f}", f"RULER {task}, {length:.0f} tokens", "accuracy", "", "ruler",
                  ("score",), of=where(task=task, length=length))
         for task, length in rows["ruler"][["task", "length"]].drop_duplicates().itertuples(index=False)
+    ]  # fmt: skip
+    made += [
+        Quantity(f"choices_{bits:.0f}_bits", f"right choices, {bits:.0f}-bit logits", "accuracy", "",
+                 "quantization_choice", ("score",), of=where(bits=bits))
+        for bits in rows["quantization_choice"]["bits"].unique()
     ]  # fmt: skip
     made += [
         Quantity(f"hallucination_{name}", f"free of hallucination, {name}", "accuracy", "", "hallucination",

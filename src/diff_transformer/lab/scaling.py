@@ -117,7 +117,8 @@ def fit_power_law(x: Sequence[float], loss: Sequence[float], *, huber: float = H
 
     def residuals(theta: np.ndarray) -> np.ndarray:
         height, slope, offset = np.exp(np.clip(theta, -50, 50))
-        return np.log(height * ratio**-slope + offset) - logs
+        with np.errstate(over="ignore"):  # on the way to the best fit
+            return np.log(height * ratio**-slope + offset) - logs
 
     fits = []
     for slope in _SLOPES:  # for each exponent the best of the other two, which are linear

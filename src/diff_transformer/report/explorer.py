@@ -13,10 +13,12 @@ def examples(rows: Rows, sides: dict[str, str]) -> tuple[list[dict], int]:
     """
     texts: dict[tuple, dict] = {}
     frame = rows["explorer"]
-    for side, entry in zip(frame["side"], frame["entry"], strict=True):
+    several = frame["setting"].nunique() > 1
+    for setting, side, entry in zip(frame["setting"], frame["side"], frame["entry"], strict=True):
         title, tokens = entry["title"], entry["tokens"]
         text = texts.setdefault((title, *tokens), {"title": title, "tokens": tokens, "models": []})
-        text["models"].append({**entry, "side": list(sides).index(side), "name": sides[side]})
+        name = f"{sides[side]}, {setting}" if several else sides[side]
+        text["models"].append({**entry, "side": list(sides).index(side), "name": name})
     for text in texts.values():
         text["models"].sort(key=lambda model: model["side"])
     kept, used = [], 0
