@@ -195,6 +195,11 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
     [
         ("train --recipe debug", "20 steps of 8 rows of 96 tokens, 15,360 in all, of python"),
         ("compare --recipe debug --seeds 2", "6 runs (DIFF, Transformer, Transformer + head norm): 92,160 tokens"),
+        ("compare --quick --set train.steps=150 --variants softmax_norm", "Transformer + head norm): 921,600 tokens"),
+        (
+            'compare --recipe debug --set evaluation.more={"mine.py":{}}',
+            "then associative_recall, needle, allocation, outliers, mine.py",
+        ),
         ("study ablation", "21 runs ("),
         (
             "eval needle --model debug --set lengths=[64,96] --samples 3",

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM
 
 from diff_transformer.errors import UserError
 from diff_transformer.lab.compare import compare, measure_speed
-from diff_transformer.lab.pool import run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.results import read_comparison
@@ -25,7 +24,6 @@ from diff_transformer.lab.rows import FILE
 from diff_transformer.lab.spec import RunSpec
 from diff_transformer.report import write_report
 from diff_transformer.train.config import override
-from diff_transformer.train.signals import Stopped
 
 
 @pytest.fixture(scope="module")
@@ -197,6 +195,7 @@ def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_
         (["evaluation.needles=[[9,2]]"], {}, "with N=9, R=2; give a length of"),
         (["evaluation.needles=[]"], {}, r"evaluation\.needles is \[\]"),
         (["evaluation.needle_lengths=[30,96]"], {}, "needles, question and answer take up to"),
+        (['data.mixture={"text": 1}', "data.length=40", "evaluation.needle_lengths=[128]"], {}, "with N=1, R=1; give"),
         (["evaluation.needle_lengths=[96,4096]"], {}, "has 4096 tokens, more than model.max_position_embeddings 128"),
         ([], {"seeds": 0}, "seeds is 0"),
         ([], {"jobs": -1}, "jobs is -1"),
@@ -220,27 +219,6 @@ def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, m
     assert "CUDA out of memory. Tried to allocate 3 GiB" in " ".join(capsys.readouterr().out.split())
     assert torch.get_num_threads() == threads
     assert not (tmp_path / "throughput.jsonl.gz").exists()
-
-
-class Waiting:
-    """An executor whose workers wait for a signal."""
-
-    def start(self, folder):
-        return subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"])
-
-
-@pytest.mark.parametrize(("saved", "code"), [(False, 143), (True, 0)])
-def test_a_comparison_that_is_stopped_claims_what_its_members_saved(tmp_path, saved, code):
-    def stop(folder, status):
-        raise Stopped
-
-    folder = tmp_path / "diff-seed0"
-    if saved:
-        (folder / "run" / "checkpoints" / "step-00000010").mkdir(parents=True)
-    with pytest.raises(KeyboardInterrupt) as caught:
-        run_pool({folder: RunSpec("", "diff", 0, recipe("debug"))}, jobs=1, show=stop, executor=Waiting())
-    assert caught.value.exit_code == code
-    assert ("state saved" in str(caught.value)) == saved
 
 
 @pytest.mark.slow
@@ -276,4 +254,6 @@ def test_a_script_names_a_recipe_and_settings(tmp_path):
         compare("debug", tmp_path / "out", settings={"optim.lrr": 1e-3})
     with pytest.raises(ValueError, match="steps"):
         compare("debug", tmp_path / "out", settings={"train.steps": -1})
+    with pytest.raises(UserError, match="no_such_folder"):
+        compare("debug", tmp_path / "out", settings={"data.corpus": tmp_path / "no_such_folder"})
     assert not (tmp_path / "out").exists()

@@ -2,20 +2,11 @@
 
 import json
 import shutil
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    FalconH1Config,
-    Gemma2Config,
-    GPT2Config,
-    LlamaConfig,
-    PhiConfig,
-    Qwen3Config,
-)
+from transformers import AutoModelForCausalLM, Gemma2Config, GPT2Config, LlamaConfig, Qwen3Config
 
 from diff_transformer.data.needles import needle_texts
 from diff_transformer.data.tokenizer import train_tokenizer
@@ -235,20 +226,9 @@ def test_a_damaged_source_is_refused_in_a_sentence(make, settings, damage, messa
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(
-    ("kind", "message"),
-    [
-        (Gemma2Config, r"is not trained here: .*caps its scores \(attn_logit_softcapping\)"),
-        (PhiConfig, r"is not trained here: its logits are more than a product with the output matrix \(a bias\)"),
-        (
-            partial(FalconH1Config, lm_head_multiplier=0.04),
-            r"its logits are more than a product with the output matrix \(lm_head_multiplier\)",
-        ),
-    ],
-)
-def test_an_architecture_that_cannot_go_on_is_refused(make, settings, kind, message, tmp_path):
-    with pytest.raises(ValueError, match=message):
-        compare(settings, tmp_path / "out", source=make(kind))
+def test_an_architecture_that_cannot_go_on_is_refused(make, settings, tmp_path):
+    with pytest.raises(ValueError, match=r"is not trained here: .*caps its scores \(attn_logit_softcapping\)"):
+        compare(settings, tmp_path / "out", source=make(Gemma2Config))
     assert not (tmp_path / "out").exists()
 
 

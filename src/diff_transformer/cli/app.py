@@ -139,13 +139,14 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
     return None
 
 
-def configuration(name: str, assignments: list[str] | None):
+def configuration(name: str, assignments: list[str] | None, quick: bool = False):
     from diff_transformer.checks import require_known
     from diff_transformer.lab.evaluate import EXPERIMENTS
-    from diff_transformer.lab.recipes import recipe
+    from diff_transformer.lab.recipes import recipe, shortened
     from diff_transformer.train.config import override
 
-    config = override(recipe(name), assignments or [])
-    for more in config.evaluation.more:
-        require_known("experiment of evaluation.more", more, EXPERIMENTS)  # also for ``train``, which measures nothing
+    config = override(shortened(recipe(name)) if quick else recipe(name), assignments or [])
+    for more in config.evaluation.more:  # also for ``train``, which measures nothing
+        if not more.endswith(".py"):
+            require_known("experiment of evaluation.more", more, EXPERIMENTS, ", or a file of Python")
     return config

@@ -72,7 +72,8 @@ def compare(
         float | None, typer.Option(help="Stop after this many minutes, with everything saved; --resume continues.")
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="100 steps and few prompts: the whole way in a minute or two, no finding.")
+        bool,
+        typer.Option("--quick", help="100 steps and few prompts, where --set gives no others: minutes, no finding."),
     ] = False,
     dry_run: DryRun = False,
     report: Annotated[
@@ -84,7 +85,6 @@ def compare(
     With --from both go on from a pretrained Transformer.
     """
     from diff_transformer.lab.compare import compare as run
-    from diff_transformer.lab.recipes import shortened
     from diff_transformer.model.matching import VARIANTS
 
     training()
@@ -100,9 +100,7 @@ def compare(
         more = listed(variants)
         name = recipe or ("uptrain" if source else "demo")
         given = [*([] if corpus is None else [f"data.corpus={json.dumps(corpus)}"]), *(assignments or [])]
-        config = configuration(name, given)
-        if quick:
-            config = shortened(config)
+        config = configuration(name, given, quick)
         cluster = executor(engine, out, address, gpus_per_run)
         run(
             config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, arms=listed(arms or ""),

@@ -111,7 +111,7 @@ def compare(
     console = console or Console()
     config = recipe(config) if isinstance(config, str) else config
     if settings:
-        config = override(config, [f"{name}={json.dumps(value)}" for name, value in settings.items()])
+        config = override(config, [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()])
     out, started = Path(out), time.monotonic()
     require_positive(seeds=seeds, jobs=jobs, minutes=minutes)
     start = None
@@ -298,7 +298,10 @@ def _check_data(config: RunConfig) -> None:
             f"evaluation.needle_lengths has {max(lengths)} tokens, more than model.max_position_embeddings "
             f"{positions}; give fewer, or raise the latter"
         )
-    check_needle_fits(filler, Asking(data.tokenizer, settings_of_run(config)["needle"]))
+    asked = settings_of_run(config)["needle"]
+    one = dataclasses.replace(asked, cells=((1, 1),), lengths=(config.data.length,))  # as attention is allocated to
+    for needles in (asked, one):
+        check_needle_fits(filler, Asking(data.tokenizer, needles))
     for name, rows in ROWS_OF_TEXT.items():
         wanted = more.get(name)
         if wanted is not None and wanted.split == "auto" and getattr(wanted, rows):
