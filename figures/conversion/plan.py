@@ -1,0 +1,67 @@
+"""Is converting a pretrained model worth it? Conversions of SmolLM2-135M against training it as it is.
+
+Six sides go on from one model and start with its logits; each has the learning rate of its own sweep. What is tested
+was fixed before the runs, in preregistration.md.
+
+Commands: ``python figures/conversion/plan.py SMOLLM2`` writes the models that training starts from to runs/initial;
+then ``diff-transformer study conversion --corpus BOOKS --out runs/conversion --minutes 60``, repeated until it reports
+that all runs are finished. Hardware: two CPU cores. Time: about ten hours.
+"""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from diff_transformer.lab.recipes.desk import uptrain
+from diff_transformer.lab.record import Record
+from diff_transformer.lab.stages import SWEPT, Stage
+from diff_transformer.lab.uptrain import ARMS, read_source
+from diff_transformer.train.config import RunConfig
+
+INITIAL = Path("runs/initial")
+SIDES = ("attention", "lora", "wider", "diff_v2", "diff_v3", "dex")
+RATES = (1e-4, 3e-4, 1e-3)
+SWEEP_SEEDS, SEEDS = (90,), range(8)
+MEASURE = ("associative_recall", "ruler")
+
+
+def base(corpus: str) -> RunConfig:
+    """24 steps of 4 rows of 512 tokens: books, needles in books and key-value facts."""
+    config = uptrain()
+    config.name = "conversion"
+    tokenizer = str(INITIAL / "softmax")
+    config.data.corpus, config.data.max_bytes, config.data.length, config.data.tokenizer = corpus, None, 512, tokenizer
+    config.data.mixture = {"text": 0.4, "needles": 0.4, "recall": 0.2}
+    config.data.needles.counts, config.data.needles.queries = (1, 2, 4, 6), (1, 2)
+    config.optim.warmup_steps = 5
+    train = config.train
+    train.steps, train.batch_size, train.validate_every, train.checkpoint_every = 24, 4, 24, 24
+    train.validation_rows, train.checkpoint_keep = 16, 1
+    config.evaluation.loss_rows = 32
+    config.evaluation.more = {"ruler": {"tasks": ["niah_multiquery"], "lengths": [1024], "samples": 24}}
+    return config
+
+
+def side(name: str) -> dict[str, Any]:
+    """The model that a side starts from, and the weights that it trains: those of attention, or its own choice."""
+    made, weights = ARMS[name]
+    return {"train.initial_model": str(INITIAL / made), "train.weights": weights or "attention"}
+
+
+def held_out_loss(record: Record) -> float:
+    """The last validation loss, nats a token, which a sweep minimises."""
+    return record.metrics["validation_loss"]
+
+
+def stages(corpus: str) -> list[Stage]:
+    """``corpus``: a folder of books with train/ and val/ inside, val/ by other authors."""
+    books, sides = {"books": base(corpus)}, {name: side(name) for name in SIDES}
+    return [
+        Stage(books, sides, SWEEP_SEEDS, RATES, "sweep/{setting}_lr{rate:g}", (), held_out_loss),
+        Stage(books, sides, SEEDS, SWEPT, measure=MEASURE),
+        Stage(books, {"source": {"train.initial_model": str(INITIAL / "softmax")}}, (0,), measure=MEASURE),
+    ]
+
+
+if __name__ == "__main__":
+    read_source(sys.argv[1], SIDES).write(INITIAL.parent)
