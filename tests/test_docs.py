@@ -63,7 +63,7 @@ def commands(page):
 
 
 def short_commands(page, names):
-    """What a page calls by the command alone: ``eval needle``."""
+    """Calls of a page by the command alone: ``eval needle``."""
     return re.findall(rf"`((?:{'|'.join(names)}) [^`\n]+)`", page.read_text())
 
 

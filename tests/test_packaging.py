@@ -1,4 +1,4 @@
-"""What is installed and published: extras, metadata, the page of the package index, the source distribution."""
+"""The installed and published files: extras, metadata, the page of the package index, the source distribution."""
 
 import functools
 import os

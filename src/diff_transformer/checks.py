@@ -42,10 +42,10 @@ def listed(names: Sequence[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's exception, with its type if the text alone does not explain it."""
-    kind, said = type(error).__name__, str(error).strip()
-    if not said:
+    kind, text = type(error).__name__, str(error).strip()
+    if not text:
         return kind
-    line = said.splitlines()[0]
+    line = text.splitlines()[0]
     return f"{kind}: {line}" if isinstance(error, LookupError | AttributeError | TypeError) else line
 
 

@@ -53,7 +53,7 @@ def answers(engine, rows: list[list[int]], tokens: int = 24, **options) -> list[
 
 
 def expected(model, rows: list[list[int]], tokens: int = 24) -> list[list[int]]:
-    """What our own ``generate`` answers to each row alone."""
+    """The answers of our own ``generate`` to each row alone."""
     options = {"max_new_tokens": tokens, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
 
     def answer(row: list[int]) -> list[int]:
@@ -64,7 +64,7 @@ def expected(model, rows: list[list[int]], tokens: int = 24) -> list[list[int]]:
 
 
 def run_parallel(scratch: Path, requests: list[dict]) -> list[dict]:
-    """What ``tests/vllm/run_parallel.py`` finds of engines of several processes, in a process of its own."""
+    """The results of ``tests/vllm/run_parallel.py`` for engines of several processes, in a process of its own."""
     helpers = Path(__file__).parent
     done = subprocess.run(
         [sys.executable, helpers.parent / "vllm" / "run_parallel.py", json.dumps(requests)],

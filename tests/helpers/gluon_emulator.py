@@ -203,7 +203,7 @@ class Pointer:
 
 
 class Pending:
-    """What a wgmma will have written: of no use before the wait."""
+    """The result of a wgmma, of no use before the wait."""
 
     def __init__(self, compute):
         self.compute, self.value = compute, None

@@ -158,7 +158,7 @@ class Description(NamedTuple):
 
 
 def describe(launch) -> Description:
-    """What Triton would compile for a ``launching.Launch``; tensors may be on any device.
+    """The kernel that Triton would compile for a ``launching.Launch``; tensors may be on any device.
 
     As in a launch, None and integers equal to 1 become constants, and integers that 16 divides are marked; tensors
     count as aligned. Works under the interpreter as well.
@@ -207,7 +207,7 @@ def table_of(capability: int, dtype: Any) -> Any:
 
 
 class Turn(NamedTuple):
-    """What one turn of an innermost loop computes; of a Hopper kernel, what one of its warpgroups does."""
+    """The work of one turn of an innermost loop; of a Hopper kernel, what one of its warpgroups does."""
 
     rows: int
     keys: int
@@ -217,7 +217,7 @@ class Turn(NamedTuple):
 
 
 def turn_of(launch: Description) -> Turn:
-    """What a turn of a launched kernel's loop computes, Triton's or Gluon's.
+    """The work of a turn of a launched kernel's loop, Triton's or Gluon's.
 
     Widths are those of the call, not of the chunks, nor padded. A program that decodes computes 16 rows, fewer than it
     has or not.

@@ -25,7 +25,7 @@ LOSS, NORM = 1e-5, 1e-3  # absolute, relative
 
 
 def run_together(tmp_path: Path, jobs: list[dict], processes: int = 2) -> tuple[list[list], list[int], str]:
-    """What each rank's jobs raised, exit codes, and what was printed; the processes run all jobs, one after another."""
+    """The errors of each rank's jobs, exit codes, and the output; the processes run all jobs, one after another."""
     path = tmp_path / f"jobs{processes}.json"
     path.write_text(json.dumps(jobs))
     with socket.socket() as free:

@@ -1,4 +1,4 @@
-"""What users of transformers expect of any model, for every variant of attention."""
+"""Every variant of attention behaves as users of transformers expect of any model."""
 
 import runpy
 from pathlib import Path

@@ -16,7 +16,7 @@ def attend(*x, backend="auto"):
 
 
 def tangent(function, primals, tangents):
-    """What forward-mode AD says of ``function`` at ``primals``; None where it lost track."""
+    """The tangent of ``function`` at ``primals`` by forward-mode AD; None where it lost track."""
     with forward_ad.dual_level():
         duals = [forward_ad.make_dual(x, t) for x, t in zip(primals, tangents, strict=True)]
         return forward_ad.unpack_dual(function(*duals)).tangent

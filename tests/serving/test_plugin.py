@@ -43,7 +43,7 @@ ATTENTIONS = [name for name in CORES if name != "dint"]
 
 @pytest.mark.parametrize("attention", ATTENTIONS)
 def test_a_core_finishes_the_heads_as_ours_does(cores, attention):
-    """What vLLM's attention returns, A1 V and A2 V of each head, is here computed in full."""
+    """The result of vLLM's attention, A1 V and A2 V of each head, computed in full."""
     config = DiffTransformerConfig(**SIZES, attention=attention)
     torch.manual_seed(0)
     ours = Attention.from_config(config, 1)

@@ -1,4 +1,4 @@
-"""What a run writes while it trains: whole lines, grouped scalars, alarms, and numbers that are right."""
+"""The files that a run writes while it trains: whole lines, grouped scalars, alarms, and numbers that are right."""
 
 import json
 import math

@@ -99,7 +99,7 @@ class Reads(TorchDispatchMode):
 
 
 def test_passes_do_not_wait_for_the_device(monkeypatch):
-    """Whether most tokens have a loss is asked once, of rows on the host."""
+    """The rows on the host say once if most tokens have a loss."""
     made, _ = stepper(monkeypatch, ["train.micro_batch_size=2"], DDPStrategy, 1)
     with Reads() as reads:
         made.step(rows(8), 0, 1e-3, lambda: False)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 
 def shares(worker) -> list[int]:
-    """What this process has: layers, outputs of their query, key and value projections, inputs of W_O."""
+    """This process's part: layers, outputs of their query, key and value projections, inputs of W_O."""
     layers = [layer.self_attn for layer in worker.model_runner.model.model.layers if hasattr(layer, "self_attn")]
     qkv, out = layers[0].qkv_proj, layers[0].o_proj
     return [len(layers), qkv.output_size_per_partition, out.input_size_per_partition]

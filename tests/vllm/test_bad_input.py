@@ -1,4 +1,4 @@
-"""What cannot be served is refused with one sentence that says what to do."""
+"""Models that cannot be served are refused with one sentence that says what to do."""
 
 import pytest
 from engine_models import build

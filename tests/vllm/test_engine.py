@@ -1,4 +1,4 @@
-"""What comes with the engine, with these models: caches, chunks, shards, LoRA, structured output."""
+"""The engine's own features with these models: caches, chunks, shards, LoRA, structured output."""
 
 import pytest
 import torch

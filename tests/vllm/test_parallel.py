@@ -25,7 +25,7 @@ VARIANTS = ("diff", "softmax", "diff_v2", "grouped_diff")
 
 @pytest.fixture(scope="module")
 def found(save_model, tmp_path_factory):
-    """What the engines found, by case and size: one process starts all, for each takes seconds to import vLLM."""
+    """The results of the engines, by case and size: one process starts all, for each takes seconds to import vLLM."""
     scratch, folders = tmp_path_factory.mktemp("parallel"), {case: save_model(**CASES[case])[1] for case in CASES}
     write_motif(save_model(**PUBLISHED)[0], scratch / "motif")
     byte_tokenizer().save_pretrained(scratch / "motif")

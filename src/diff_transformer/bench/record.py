@@ -1,4 +1,4 @@
-"""What every benchmark shares: its options, the machine it ran on, and its record of rows.
+"""Shared by every benchmark: its options, the machine it ran on, and its record of rows.
 
 The record is rewritten after every row, so an interrupted run keeps what it has.
 """

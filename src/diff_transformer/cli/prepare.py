@@ -28,14 +28,14 @@ def run_prepare(
     Raises:
         UserError: no sources and no preparation to continue; a side without a document; and as ``prepare``.
     """
-    given = {key: value for key, value in settings.items() if value is not None}
+    options = {key: value for key, value in settings.items() if value is not None}
     if sources:
-        given["sources"] = [_absolute(os.path.expanduser(source)) for source in sources]
+        options["sources"] = [_absolute(os.path.expanduser(source)) for source in sources]
     elif is_prepared(out):
-        given = read_plan(out)["settings"] | given
+        options = read_plan(out)["settings"] | options
     else:
         raise UserError("no source of text; give at least one, or the --out of a preparation to continue (--resume)")
-    config = build(PrepareConfig, given)
+    config = build(PrepareConfig, options)
     files = find_sources(config.sources, config.validation)
     size = f"{sum(file.size for file in files) / 1e6:,.1f} MB" if all(file.size for file in files) else "size unknown"
     print(f"{len(files):,} source{'s' * (len(files) > 1)} of text ({size}), tokenizer {config.tokenizer}, to {out}")

@@ -99,8 +99,8 @@ def compare(
         variants = ("" if source else "softmax_norm") if variants is None else variants
         more = listed(variants)
         name = recipe or ("uptrain" if source else "demo")
-        given = [*([] if corpus is None else [f"data.corpus={json.dumps(corpus)}"]), *(assignments or [])]
-        config = configuration(name, given, quick)
+        changes = [*([] if corpus is None else [f"data.corpus={json.dumps(corpus)}"]), *(assignments or [])]
+        config = configuration(name, changes, quick)
         cluster = executor(engine, out, address, gpus_per_run)
         run(
             config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, arms=listed(arms or ""),

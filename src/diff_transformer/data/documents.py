@@ -59,16 +59,16 @@ def held_out_split(documents: Sequence[Document]) -> tuple[list[Document], list[
 def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     """Whole documents in their order up to ``max_bytes`` of UTF-8; the last is cut at a line end if it does not fit."""
     taken: list[Document] = []
-    left = max_bytes
+    room = max_bytes
     for document in documents:
-        if document.num_bytes > left:
-            head = document.text.encode()[:left].decode(errors="ignore")
+        if document.num_bytes > room:
+            head = document.text.encode()[:room].decode(errors="ignore")
             head = head[: head.rfind("\n") + 1] or head
             if head.strip() or not taken:
                 taken.append(Document(document.name, head, document.group))
             break
         taken.append(document)
-        left -= document.num_bytes
+        room -= document.num_bytes
     return taken
 
 

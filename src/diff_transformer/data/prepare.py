@@ -166,18 +166,18 @@ def totals(folder: Path | str) -> dict[str, Counter[str]]:
 def _sample(config: PrepareConfig, sources: Sequence[Source]) -> Iterator[str]:
     """Training text: an equal share from the beginning of each file, in the order of a hash of their names."""
     reader = Reader(config.field, config.validation, config.skip_invalid)
-    left = SAMPLE
-    share = max(_MIN_SAMPLE, left // len(sources))
+    room = SAMPLE
+    share = max(_MIN_SAMPLE, room // len(sources))
     for source in sorted(sources, key=lambda source: hash_of_name(source.path)):
-        quota = min(share, left)
+        quota = min(share, room)
         for split, text in reader.texts(source):
             if split == "train":
                 yield text[:quota]
                 used = min(len(text), quota)
-                quota, left = quota - used, left - used
+                quota, room = quota - used, room - used
             if quota <= 0:
                 break
-        if left <= 0:
+        if room <= 0:
             return
 
 

@@ -27,7 +27,7 @@ _DEPTHS = np.linspace(0, 100, 40).round()  # per cent of the text, before which 
 
 @dataclass(frozen=True)
 class Material:
-    """What samples are made of: words, sentences of running text, and documents with questions."""
+    """The material of samples: words, sentences of running text, and documents with questions."""
 
     words: tuple[str, ...]
     sentences: tuple[str, ...]
@@ -101,13 +101,13 @@ def needles(
     asked = [str(key) for key in rng.choice([*found], n_queries, replace=False)]
     query = asked[0] if n_queries == 1 else f"{', '.join(asked[:-1])}, and {asked[-1]}"
     answers = tuple(value for key in asked for value in found[key])
-    one = len(answers) == 1
-    kind, start, verb = (values[:-1], "A", "is") if one else (values, "Some", "are")
+    single = len(answers) == 1
+    kind, start, verb = (values[:-1], "A", "is") if single else (values, "Some", "are")
     context = (" " if haystack == "text" else "\n").join(lines)
     question = (
         f"{start} special magic {kind} {verb} hidden within the following text. Make sure to memorize it. I will quiz "
-        f"you about the {kind} afterwards.\n{context}\nWhat {'is' if one else 'are all'} the special magic {kind} for "
-        f"{query} mentioned in the provided text?"
+        f"you about the {kind} afterwards.\n{context}\nWhat {'is' if single else 'are all'} the special magic {kind} "
+        f"for {query} mentioned in the provided text?"
     )
     return Sample(question, f" The special magic {kind} for {query} mentioned in the provided text {verb}", answers)
 

@@ -73,13 +73,13 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     def score(numbers: Sequence[int]) -> list[dict]:
         return [{"example": number, "heads": anatomy(lm, ids[number : number + 1])} for number in numbers]
 
-    made = samples.rows("rows", range(len(ids)), score)
-    rows = [{"example": row["example"], **head} for row in made for head in row["heads"]]
+    measured = samples.rows("rows", range(len(ids)), score)
+    rows = [{"example": row["example"], **head} for row in measured for head in row["heads"]]
     if settings.hessian:
         rows += _extremes(
             hessian_eigenvalues(lm.model, lambda model: _loss(model, ids.to(lm.device)), settings.hessian)
         )
-    about = {"length": settings.length, "tokens": len(made) * settings.length}
+    about = {"length": settings.length, "tokens": len(measured) * settings.length}
     return Result("anatomy", rows, about | text_details(settings, part))
 
 
@@ -141,7 +141,7 @@ def anatomy(lm: CausalLM, ids: Tensor) -> list[dict[str, Any]]:
 
 
 def of_attention(call: AttentionCall) -> dict[str, Tensor]:
-    """What the attention of one layer alone says of its heads, ``[H]`` each; the batch has one row."""
+    """The quantities of the heads of one layer that its attention alone gives, ``[H]`` each; the batch has one row."""
     weights, allowed = call.attention()[0].float(), call.allowed()  # [H, T, S]
     size = weights.abs()
     total = size.sum(-1, keepdim=True).clamp_min(torch.finfo(size.dtype).tiny)

@@ -66,12 +66,12 @@ class AttentionCall:
     def logits(self, rows: slice = slice(None), keys: slice = slice(None)) -> tuple[Tensor, ...]:
         """``scale q k^T`` of one map or two, each ``[B, H, t, S]`` in fp32 (fp64 for fp64 inputs), without the mask;
         S are the ``keys``."""
-        found = [_products(self.q1[:, :, rows], self.k1[:, :, keys]) * self.scale]
+        scores = [_products(self.q1[:, :, rows], self.k1[:, :, keys]) * self.scale]
         if self.q2 is not None and self.k2 is not None:
-            found.append(_products(self.q2[:, :, rows], self.k2[:, :, keys]) * self.scale)
+            scores.append(_products(self.q2[:, :, rows], self.k2[:, :, keys]) * self.scale)
         if self.softcap is not None:
-            found = [self.softcap * (x / self.softcap).tanh() for x in found]
-        return tuple(found)
+            scores = [self.softcap * (x / self.softcap).tanh() for x in scores]
+        return tuple(scores)
 
     def allowed(self, rows: slice = slice(None)) -> Tensor:
         """True where a query may attend to a key: bool, at least ``[t, S]``, broadcastable to ``[B, H, t, S]``."""

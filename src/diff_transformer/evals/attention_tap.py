@@ -148,12 +148,12 @@ def _dint_mean(core: Any, q: Tensor, k: Tensor, visible: Any) -> Mean:
                 part = slice(max(begin, block.start), min(end, block.stop))
                 if part.start < part.stop:
                     total = total + (call.maps(part, change)[0] * weights[:, :, part]).sum(2, keepdim=True)
-        kept = first * weights[:, :, rows]
+        values = first * weights[:, :, rows]
         counts = weights.to(first.dtype)
         if running:
-            found = (total + kept.cumsum(2)) / counts.cumsum(2)[:, :, rows].clamp_min(1)
+            found = (total + values.cumsum(2)) / counts.cumsum(2)[:, :, rows].clamp_min(1)
         else:
-            found = ((total + kept.sum(2, keepdim=True)) / counts.sum(2, keepdim=True).clamp_min(1)).expand_as(first)
+            found = ((total + values.sum(2, keepdim=True)) / counts.sum(2, keepdim=True).clamp_min(1)).expand_as(first)
         return found if fully_masked is None else found.masked_fill(fully_masked[:, :, rows], 0)
 
     return mean

@@ -147,10 +147,10 @@ def _heads_of_maps(core: Any, heads: Any) -> dict[str, list[int]]:
     """The heads of W_Q and W_K that make the first and the second map; shared keys belong to neither."""
     group = core.variant.signal_heads + 1
     queries = range(heads.queries)
-    found = {"q1": [i for i in queries if i % group < group - 1], "q2": [i for i in queries if i % group == group - 1]}
+    parts = {"q1": [i for i in queries if i % group < group - 1], "q2": [i for i in queries if i % group == group - 1]}
     if core.variant.shared_keys:
-        return found
-    return found | {"k1": list(range(0, heads.keys, 2)), "k2": list(range(1, heads.keys, 2))}
+        return parts
+    return parts | {"k1": list(range(0, heads.keys, 2)), "k2": list(range(1, heads.keys, 2))}
 
 
 def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]], ids: Tensor) -> dict:

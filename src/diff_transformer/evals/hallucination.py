@@ -77,10 +77,10 @@ def evaluate_hallucination(
     for name, items in sets.items():
 
         def score(batch: Sequence[GroundedItem], name: str = name) -> list[dict]:
-            made = []
+            rows = []
             for item, output in zip(batch, _outputs(lm, batch, limit, settings), strict=True):
-                made.append({"set": name, "kind": item.kind} | output | _judged(judge, item, output))
-            return made
+                rows.append({"set": name, "kind": item.kind} | output | _judged(judge, item, output))
+            return rows
 
         scored = samples.rows(name, items, score, batch_size=getattr(lm, "batch_size", 8))
         rows += [{"example": f"{name} {place}", **row} for place, row in enumerate(scored)]

@@ -107,10 +107,10 @@ def endpoint_judge(model: str, options: dict) -> Judge:
         try:
             reply = client.chat.completions.create(model=model, messages=messages, extra_body=options)
         except openai.OpenAIError as error:
-            said = f"{error} {error.response.text[:300]}" if isinstance(error, openai.APIStatusError) else str(error)
-            if "content_filter" in said:
+            reason = f"{error} {error.response.text[:300]}" if isinstance(error, openai.APIStatusError) else str(error)
+            if "content_filter" in reason:
                 return Judgement(UNDECIDED, "the endpoint filtered the prompt")
-            raise UserError(f"endpoint:{model}: {said}") from None
+            raise UserError(f"endpoint:{model}: {reason}") from None
         text = (reply.choices[0].message.content or "") if reply.choices else ""
         return Judgement(parse_answer(text), text[:200])
 

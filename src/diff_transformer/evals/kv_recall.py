@@ -89,21 +89,21 @@ def evaluate_recall(
     Raises:
         ValueError: for a length that the model does not support, or a task that does not fit the vocabulary.
     """
-    kept: list[dict] = []
+    rows_of_lengths: list[dict] = []
     for times in (1, *longer):
         scaled = replace(task, length=times * task.length)
         check_length(lm, scaled.length, "a row")
-        made = make_recall_batch(evaluation_rng(seed, "recall", times), vocabulary, scaled, rows)
-        hits = _hits(lm, made)  # [rows, questions]
+        batch = make_recall_batch(evaluation_rng(seed, "recall", times), vocabulary, scaled, rows)
+        hits = _hits(lm, batch)  # [rows, questions]
         same = {"length": scaled.length, "questions": hits.shape[1]}
-        kept += [{"example": place, **same, "hits": hit} for place, hit in enumerate(hits.sum(1).tolist())]
+        rows_of_lengths += [{"example": place, **same, "hits": hit} for place, hit in enumerate(hits.sum(1).tolist())]
         if times == 1:
-            attention = [*_attention(lm, made, vocabulary, task), *({} for _ in range(ATTENDED, rows))]
+            attention = [*_attention(lm, batch, vocabulary, task), *({} for _ in range(ATTENDED, rows))]
             first = [
                 {"experiment": "recall_first", "example": place, "right": float(right), **of}
                 for place, (right, of) in enumerate(zip(hits[:, 0], attention, strict=True))
             ]
-    return Result("recall", kept + first, {"chance": 1 / task.pairs})
+    return Result("recall", rows_of_lengths + first, {"chance": 1 / task.pairs})
 
 
 def _hits(lm: CausalLM, rows: RecallRows) -> np.ndarray:

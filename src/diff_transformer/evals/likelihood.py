@@ -98,13 +98,13 @@ def continuation_logprobs(
     by_length = defaultdict(list)
     for index, context in enumerate(contexts):
         by_length[len(context)].append(index)
-    found = [[0.0] * len(tokens) for tokens in continuations]
+    logprobs = [[0.0] * len(tokens) for tokens in continuations]
     for group in by_length.values():
         for first in range(0, len(group), batch_size):
             part = group[first : first + batch_size]
             logits, cache = _rest(lm, [contexts[index][start:] for index in part], prefix)
-            _score(lm, part, logits, cache, continuations, batch_size, found)
-    return found
+            _score(lm, part, logits, cache, continuations, batch_size, logprobs)
+    return logprobs
 
 
 @torch.inference_mode()
@@ -141,7 +141,7 @@ def common_prefix(sequences: Sequence[Sequence[int]]) -> int:
 
 def _whole(lm: CausalLM, contexts: Sequence, continuations: Sequence, batch_size: int) -> list[list[float]]:
     """``continuation_logprobs`` with one pass over every sequence, padded on the right."""
-    found = [[0.0] * len(choices) for choices in continuations]
+    totals = [[0.0] * len(choices) for choices in continuations]
     places = [(i, j) for i, choices in enumerate(continuations) for j, tokens in enumerate(choices) if len(tokens)]
     places.sort(key=lambda place: len(contexts[place[0]]) + len(continuations[place[0]][place[1]]))
     for start in range(0, len(places), batch_size):
@@ -149,8 +149,8 @@ def _whole(lm: CausalLM, contexts: Sequence, continuations: Sequence, batch_size
         sequences = [torch.tensor([*contexts[i], *continuations[i][j]]) for i, j in batch]
         losses = lm.token_losses(torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)).double()
         for (i, j), sequence, row in zip(batch, sequences, losses, strict=True):
-            found[i][j] = -row[len(contexts[i]) - 1 : len(sequence) - 1].sum().item()
-    return found
+            totals[i][j] = -row[len(contexts[i]) - 1 : len(sequence) - 1].sum().item()
+    return totals
 
 
 def _rest(lm: CausalLM, rests: list[Sequence[int]], prefix: Prefix | None) -> tuple[Tensor, Any]:

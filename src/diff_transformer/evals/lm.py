@@ -44,8 +44,8 @@ def extend(model: Any, cache: Any, ids: Tensor, **options: Any) -> tuple[Any, An
     known = inspect.signature(getattr(model, "forward", model)).parameters
     name = "cache" if "cache" in known else "past_key_values"  # the older name, before transformers 5.24
     out = model(input_ids=ids, **{name: cache}, use_cache=True, **options)
-    given = (getattr(out, key, None) for key in (name, "past_key_values"))
-    longer = next((one for one in given if one is not None), None)
+    outputs = (getattr(out, key, None) for key in (name, "past_key_values"))
+    longer = next((one for one in outputs if one is not None), None)
     if longer is None or all(getattr(longer, "is_linear", None) or [False]):
         raise UserError(f"{type(model).__name__} returns no cache, which reading a text in parts needs")
     return out, longer
@@ -110,7 +110,7 @@ class CausalLM:
         """
         require_positive(max_new_tokens=max_new_tokens)
         before = [] if templated else self.prefix
-        ids = [before + found.tolist() for found in encode_all(self.tokenizer, prompts, special=templated)]
+        ids = [before + row.tolist() for row in encode_all(self.tokenizer, prompts, special=templated)]
         check_length(self, max(map(len, ids), default=0) + max_new_tokens, "the longest prompt and its continuation")
         order = sorted(range(len(ids)), key=lambda i: len(ids[i]), reverse=True)
         texts = [""] * len(ids)

@@ -75,12 +75,12 @@ def evaluate_long_nll(
     chosen = _long_enough(lm, documents, length + skipped, settings.samples)
 
     def score(books: Sequence[tuple[str, list[int]]]) -> list[dict]:
-        made = []
+        rows = []
         for name, ids in books:
             losses = position_losses(lm, ids)[skipped:].double()
             bins = [(high, losses[low:high].sum().item(), high - low) for low, high in pairwise(edges)]
-            made.append({"book": name, "bins": bins})
-        return made
+            rows.append({"book": name, "bins": bins})
+        return rows
 
     rows = [
         {"example": book["book"], "end": end, "sum": total, "count": count}

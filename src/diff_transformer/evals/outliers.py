@@ -119,8 +119,8 @@ def evaluate_outliers(lm: CausalLM, ids: Tensor, samples: Samples = ALL) -> Resu
         rows = []
         for number in numbers:
             table = measure(lm, ids[number : number + 1])
-            for key, found in table.items():
-                whole.setdefault(key, Magnitudes()).take(found.top, found.histogram)
+            for key, values in table.items():
+                whole.setdefault(key, Magnitudes()).take(values.top, values.histogram)
             logits, hidden = (_merged(table, kind) for kind in KINDS)
             rows.append({
                 "example": number, "logits_top1": float(logits.top[0]), "hidden_top1": float(hidden.top[0]),

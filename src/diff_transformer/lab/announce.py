@@ -1,4 +1,4 @@
-"""What a command will do, how much and about how long: printed before it starts, and alone with ``--dry-run``."""
+"""The announcement of a command: its work, how much, about how long; printed before it starts, or with ``--dry-run``."""
 
 from collections.abc import Sequence
 from pathlib import Path

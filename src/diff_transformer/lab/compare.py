@@ -141,8 +141,8 @@ def compare(
     run = None if start is None else lambda side, seed: start.run(config, side, seed, out)
     specs = comparison_specs(config, sides, seeds, run)
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
-    left = [spec for folder, spec in runs.items() if not finished(folder)]
-    console.print(announced_runs(left, here=executor is None), soft_wrap=True)
+    unfinished = [spec for folder, spec in runs.items() if not finished(folder)]
+    console.print(announced_runs(unfinished, here=executor is None), soft_wrap=True)
     if dry_run:
         return {}
     _prepare(config, out, runs, resume, drawn=start is None)
@@ -299,8 +299,8 @@ def _check_data(config: RunConfig) -> None:
             f"{positions}; give fewer, or raise the latter"
         )
     asked = settings_of_run(config)["needle"]
-    one = dataclasses.replace(asked, cells=((1, 1),), lengths=(config.data.length,))  # as attention is allocated to
-    for needles in (asked, one):
+    single = dataclasses.replace(asked, cells=((1, 1),), lengths=(config.data.length,))  # as attention is allocated to
+    for needles in (asked, single):
         check_needle_fits(filler, Asking(data.tokenizer, needles))
     for name, rows in ROWS_OF_TEXT.items():
         wanted = more.get(name)

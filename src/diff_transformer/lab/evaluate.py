@@ -94,9 +94,11 @@ def settings_of(
     """
     module = experiment(name)
     known = {field.name for field in fields(module.Settings)}
-    given = {key: value for key, value in options.items() if value is not None and not (lenient and key not in known)}
-    given |= dict(parse(assignment) for assignment in assignments)
-    values = (dict(getattr(module, "QUICK", {})) if quick else {}) | given
+    accepted = {
+        key: value for key, value in options.items() if value is not None and not (lenient and key not in known)
+    }
+    accepted |= dict(parse(assignment) for assignment in assignments)
+    values = (dict(getattr(module, "QUICK", {})) if quick else {}) | accepted
     return build(module.Settings, values, f"{name}.")
 
 
@@ -265,8 +267,8 @@ def run_suite(
             except Exception as error:
                 if len(plan.names) == 1:
                     raise
-                said = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                outcomes.append(Outcome(name, label, path, error=said))
+                message = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                outcomes.append(Outcome(name, label, path, error=message))
     return outcomes
 
 

@@ -59,8 +59,8 @@ def order(kind: str) -> str:
 
 def needles(cell: tuple[int, int]) -> str:
     """The paper's part of a claim about a cell of Table 2."""
-    said = two(NEEDLES[cell]) if cell in NEEDLES else f"not reported; (6, 2): {two(NEEDLES[6, 2])}"
-    return f"{said} † (4K, 3B)"
+    numbers = two(NEEDLES[cell]) if cell in NEEDLES else f"not reported; (6, 2): {two(NEEDLES[6, 2])}"
+    return f"{numbers} † (4K, 3B)"
 
 
 def allocation(part: str) -> str:

@@ -110,8 +110,8 @@ def late_loss(*names: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
         last = frame.groupby(["setting", "side", "seed", "source"], sort=False).tail(8)
         means = last.groupby(["setting", "side", "seed", "source"], sort=False)["loss"].mean().reset_index()
         both = means.groupby(["setting", "side", "seed"], sort=False)["loss"].agg(["mean", "size"]).reset_index()
-        kept = both[both["size"] == len(names)]
-        return kept.assign(data_seed=0, example=0, loss=kept["mean"])
+        complete = both[both["size"] == len(names)]
+        return complete.assign(data_seed=0, example=0, loss=complete["mean"])
 
     return of
 

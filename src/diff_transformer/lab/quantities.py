@@ -128,27 +128,27 @@ class Quantity:
         """Its number by training seed."""
         frame, columns = self.examples(rows)
         by_seed = frame[frame["side"] == side].groupby("seed")[columns]
-        found = {int(seed): float(self.reduce(of.to_numpy(float))) for seed, of in by_seed}
-        return {seed: value for seed, value in found.items() if np.isfinite(value)}
+        means = {int(seed): float(self.reduce(of.to_numpy(float))) for seed, of in by_seed}
+        return {seed: value for seed, value in means.items() if np.isfinite(value)}
 
     def average(self, rows: Rows, side: str) -> Average:
         """Its number of one side, with an interval: over examples where it is a mean of scores, else over seeds."""
         if self.ends:
             frame = rows[self.experiment]
             frame = self.of(frame) if self.of else frame
-            found = frame[frame["side"] == side].reindex(columns=[*self.columns, *self.ends])
-            found = found.dropna(subset=[*self.columns]).to_numpy(float)
-            return Average(*found[0], 1, 1) if len(found) else average([])
+            numbers = frame[frame["side"] == side].reindex(columns=[*self.columns, *self.ends])
+            numbers = numbers.dropna(subset=[*self.columns]).to_numpy(float)
+            return Average(*numbers[0], 1, 1) if len(numbers) else average([])
         if self.reduce is mean:
             frame, (column,) = self.examples(rows)
             by_seed = [of.to_numpy(float) for _, of in frame[frame["side"] == side].groupby("seed")[column]]
             return average(by_seed, proportion=self.unit == "accuracy")
-        found = [*self.values(rows, side).values()]
-        of_seeds = average([np.array([value]) for value in found])
-        known = len(found) > 2
+        numbers = [*self.values(rows, side).values()]
+        of_seeds = average([np.array([value]) for value in numbers])
+        known = len(numbers) > 2
         low, high = (of_seeds.low, of_seeds.high) if known else (np.nan, np.nan)
         frame, _ = self.examples(rows)
-        return Average(of_seeds.mean, low, high, int((frame["side"] == side).sum()), len(found))
+        return Average(of_seeds.mean, low, high, int((frame["side"] == side).sum()), len(numbers))
 
     def pairs(self, rows: Rows, ours: str, other: str) -> Pairs:
         """The scores of examples that both sides have, in the same order, of each training seed that both have."""
@@ -163,9 +163,9 @@ class Quantity:
         }
         order = [rank[example] for example in zip(*(both[k] for k in key[1:]), strict=True)]
         both = both.assign(rank=order).sort_values("rank", kind="stable")
-        theirs = [f"{column}_other" for column in columns]
+        others = [f"{column}_other" for column in columns]
         return {
-            int(seed): (of[columns].to_numpy(float), of[theirs].to_numpy(float)) for seed, of in both.groupby("seed")
+            int(seed): (of[columns].to_numpy(float), of[others].to_numpy(float)) for seed, of in both.groupby("seed")
         }
 
 
@@ -181,8 +181,8 @@ def _recalls_little(rows: Rows, side: str) -> str:
 
 
 def _finds_few(rows: Rows, side: str) -> str:
-    found = [*needle(1, 1).values(rows, side).values()]
-    return "the Transformer itself finds fewer than half" if found and np.mean(found) < 0.5 else ""
+    accuracies = [*needle(1, 1).values(rows, side).values()]
+    return "the Transformer itself finds fewer than half" if accuracies and np.mean(accuracies) < 0.5 else ""
 
 
 # ---- the registry
@@ -320,32 +320,32 @@ def numbers_of(experiment: str, rows: Rows) -> list[str]:
 def further(rows: Rows) -> list[Quantity]:
     """Quantities whose tasks, sets or columns only the rows say: of harness, RULER, quantisation, hallucination,
     gradient flow and scaling, and of experiments that are not of this package."""
-    made = [
+    quantities = [
         Quantity(f"harness_{task}_{shots:.0f}", f"{task}, {shots:.0f} shots", "accuracy", "", "harness", ("score",),
                  of=where(task=task, shots=shots))
         for task, shots in rows["harness"][["task", "shots"]].drop_duplicates().itertuples(index=False)
     ]  # fmt: skip
-    made += [
+    quantities += [
         Quantity(f"ruler_{task}_{length:.0f}", f"RULER {task}, {length:.0f} tokens", "accuracy", "", "ruler",
                  ("score",), of=where(task=task, length=length))
         for task, length in rows["ruler"][["task", "length"]].drop_duplicates().itertuples(index=False)
     ]  # fmt: skip
-    made += [
+    quantities += [
         Quantity(f"choices_{bits:.0f}_bits", f"right choices, {bits:.0f}-bit logits", "accuracy", "",
                  "quantization_choice", ("score",), of=where(bits=bits))
         for bits in rows["quantization_choice"]["bits"].unique()
     ]  # fmt: skip
-    made += [
+    quantities += [
         Quantity(f"hallucination_{name}", f"free of hallucination, {name}", "accuracy", "", "hallucination",
                  ("score",), of=where(set=name))
         for name in rows["hallucination"]["set"].unique()
     ]  # fmt: skip
-    made += [
+    quantities += [
         Quantity(f"gradient_{state}_{part}", f"gradient of {part} ({state})", "root mean square", "", "gradient_flow",
                  ("rms",), of=over_layers(state, part))
         for state, part in rows["gradient_flow"][["state", "part"]].drop_duplicates().itertuples(index=False)
     ]  # fmt: skip
-    made += [
+    quantities += [
         Quantity(f"scaling_{fit}_{column}", words.format(fit), "", "", "scaling", (column,), of=where(fit=fit),
                  ends=(f"{column}_low", f"{column}_high"))
         for fit in rows["scaling"]["fit"].unique()
@@ -353,22 +353,22 @@ def further(rows: Rows) -> list[Quantity]:
         if column in rows["scaling"]
     ]  # fmt: skip
     others = [name for name in rows.experiments if name not in TABLES]
-    made += [
+    quantities += [
         Quantity(f"{name}_{column}", f"{name} {column}".replace("_", " "), "", "", name, (column,), of=mean_of(column))
         for name in others
         for column in numbers_of(name, rows)
     ]
-    return made
+    return quantities
 
 
 def registered(rows: Rows) -> list[Quantity]:
     """Every quantity of the registry, with the cells of needles that were evaluated, and ``further`` ones."""
     cells = rows["needle"][["n", "r"]].drop_duplicates().sort_values(["n", "r"]).itertuples(index=False)
     needles = [needle(int(n), int(r)) for n, r in cells]
-    made: list[Quantity] = []
+    quantities: list[Quantity] = []
     for quantity in _REGISTERED:
         if quantity.experiment != "needle":
-            made.append(quantity)
+            quantities.append(quantity)
         elif quantity.id == _NEEDLES:
-            made += needles
-    return made + further(rows)
+            quantities += needles
+    return quantities + further(rows)

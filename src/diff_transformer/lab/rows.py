@@ -136,11 +136,11 @@ class Rows:
         """The rows of both."""
         import pandas as pd
 
-        made = Rows()
+        chosen = Rows()
         for name in dict.fromkeys([*self.frames, *other.frames]):
             parts = [frame for frame in (self[name], other[name]) if len(frame)]
-            made.frames[name] = pd.concat(parts, ignore_index=True) if parts else self[name]
-        return made
+            chosen.frames[name] = pd.concat(parts, ignore_index=True) if parts else self[name]
+        return chosen
 
     def about(self, of: str, **where: Any) -> dict[str, Any]:
         """The settings of the run ("run", "training"), or of an experiment; the first value of each."""
@@ -193,8 +193,8 @@ def rows_of(
     data_seed = about["seed"] if isinstance(about.get("seed"), int) else 0
     for place, values in enumerate(rows):
         table, example = values.get("experiment", experiment), values.get("example", place)
-        given = ("experiment", "example") if side else ("experiment", "example", "side")
-        columns = {key: value for key, value in values.items() if key not in given}
+        required = ("experiment", "example") if side else ("experiment", "example", "side")
+        columns = {key: value for key, value in values.items() if key not in required}
         columns = {f"{key}_" if key in KEYS else key: value for key, value in columns.items()}
         yield {**row(table, side or values["side"], seed, setting, example=example, data_seed=data_seed), **columns}
     for of, keys in (("model", ("path", "weights", "attention", "dtype")), (experiment, about)):

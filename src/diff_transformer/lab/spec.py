@@ -110,8 +110,8 @@ def side_model(config: RunConfig, name: str) -> dict[str, Any]:
     if name in PAIR:
         return {**shared, **fields}
     base: dict[str, Any] = {**shared, "attention": "softmax"}
-    made = variant(DiffTransformerConfig(**base), name)
-    model = {**shared, **fields, **{size: getattr(made, size) for size in _SIZES}}
+    sized = variant(DiffTransformerConfig(**base), name)
+    model = {**shared, **fields, **{size: getattr(sized, size) for size in _SIZES}}
     DiffTransformerConfig(**model)
     return model
 

@@ -83,18 +83,18 @@ class Stage:
         return (rates,) if isinstance(rates, int | float) else rates
 
     def _spec(self, setting: str, side: str, seed: int, rate: float) -> RunSpec:
-        made, fields = copy.deepcopy(self.settings[setting]), dict(self.sides[side])
+        config, fields = copy.deepcopy(self.settings[setting]), dict(self.sides[side])
         variant = fields.pop("variant", None)
         others = {key: fields.pop(key) for key in self.sides[side] if "." in key}
         if "train.initial_model" not in others:
-            require_drawn(made)
-        made.optim.lr = rate
-        made.model |= fields
+            require_drawn(config)
+        config.optim.lr = rate
+        config.model |= fields
         if variant is not None:
-            made.model |= side_model(made, variant)
-        made = with_seed(override(made, [f"{key}={json.dumps(value)}" for key, value in others.items()]), seed)
-        measure = everything(made) if self.measure is None else self.measure
-        return RunSpec(self.folder.format(setting=setting, rate=rate), side, seed, made, measure, may_diverge=True)
+            config.model |= side_model(config, variant)
+        config = with_seed(override(config, [f"{key}={json.dumps(value)}" for key, value in others.items()]), seed)
+        measure = everything(config) if self.measure is None else self.measure
+        return RunSpec(self.folder.format(setting=setting, rate=rate), side, seed, config, measure, may_diverge=True)
 
 
 def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = ()) -> list[Stage]:

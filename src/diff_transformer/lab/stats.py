@@ -129,11 +129,11 @@ def sign_flips(differences: np.ndarray) -> float:
 
     if not np.isfinite(differences).all():
         return 1.0
-    found = permutation_test(
+    test = permutation_test(
         (np.asarray(differences, float),), np.mean, permutation_type="samples", vectorized=True, n_resamples=_FLIPS,
         rng=np.random.default_rng(0),
     )  # fmt: skip
-    return float(found.pvalue)
+    return float(test.pvalue)
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
@@ -169,18 +169,18 @@ def average(by_seed: Sequence[np.ndarray], proportion: bool = False) -> Average:
     """
     from scipy import stats
 
-    kept = [known for of in by_seed if len(known := of[np.isfinite(of)])]
-    if not kept:
+    finite = [known for of in by_seed if len(known := of[np.isfinite(of)])]
+    if not finite:
         return Average(math.nan, math.nan, math.nan, 0, 0)
-    count, many = sum(map(len, kept)), len(kept) >= SEEDS_FOR_AN_INTERVAL
-    units = np.array([of.mean() for of in kept]) if many else np.concatenate(kept)
+    count, many = sum(map(len, finite)), len(finite) >= SEEDS_FOR_AN_INTERVAL
+    units = np.array([of.mean() for of in finite]) if many else np.concatenate(finite)
     mean = float(units.mean())
     proportion = proportion and bool(((units >= 0) & (units <= 1)).all())
     if proportion and not many and np.isin(units, (0, 1)).all():
-        found = stats.binomtest(int(units.sum()), len(units)).proportion_ci(method="wilson")
-        return Average(mean, float(found.low), float(found.high), count, len(kept))
+        share = stats.binomtest(int(units.sum()), len(units)).proportion_ci(method="wilson")
+        return Average(mean, float(share.low), float(share.high), count, len(finite))
     half = _quantile(len(units) - 1) * float(units.std(ddof=1)) / len(units) ** 0.5 if len(units) > 1 else math.nan
     low, high = mean - half, mean + half
     if proportion and len(units) > 1:
         low, high = max(low, 0.0), min(high, 1.0)
-    return Average(mean, low, high, count, len(kept))
+    return Average(mean, low, high, count, len(finite))

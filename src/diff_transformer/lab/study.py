@@ -78,10 +78,10 @@ def run_study(
     specs, rates = _specs(first, {}), {}
     _check(specs, out)
     every = {spec.key: spec for stage in stages for spec in stage.specs(defaultdict(lambda: _UNKNOWN_RATE))}
-    left = [spec for key, spec in every.items() if not finished(out / key)]
-    console.print(announced_runs(left, here=executor is None), soft_wrap=True)
+    unfinished = [spec for key, spec in every.items() if not finished(out / key)]
+    console.print(announced_runs(unfinished, here=executor is None), soft_wrap=True)
     if dry_run:
-        return Progressed(len(every) - len(left), len(every))
+        return Progressed(len(every) - len(unfinished), len(every))
     out.mkdir(parents=True, exist_ok=True)
     pool = partial(run_pool, jobs=jobs, until=until, executor=executor, resume_hint="the same command goes on")
     with locked(out):

@@ -162,16 +162,16 @@ def read_source(name: str | Path, arms: Sequence[str] = USUAL) -> Source:
     models: dict[str, Any] = {"softmax": softmax}
     no_control = ""
     for arm in arms:
-        made = ARMS[arm][0]
-        if made == WIDER:
+        kind = ARMS[arm][0]
+        if kind == WIDER:
             try:
                 models[arm] = _with_heads_of(softmax, wider(model).config)
             except ValueError as error:
                 no_control = first_line(error)
-        elif made == DEX:  # it keeps the source's class
+        elif kind == DEX:  # it keeps the source's class
             models[arm] = nearest(model.config)
         else:
-            models[arm] = softmax if made == "softmax" else to_differential(softmax, made).config
+            models[arm] = softmax if kind == "softmax" else to_differential(softmax, kind).config
     models[SOURCE] = softmax
     fields = {side: _fields(config) for side, config in models.items()}
     return Source(folder, origin, fields, no_control, dropout)
@@ -185,17 +185,17 @@ def _fields(config: DiffTransformerConfig) -> dict[str, Any]:
 
 
 def _with_heads_of(config: DiffTransformerConfig, other: Any) -> DiffTransformerConfig:
-    made = copy.deepcopy(config)
+    shown = copy.deepcopy(config)
     for name in ("num_attention_heads", "num_key_value_heads", "head_dim"):
-        setattr(made, name, getattr(other, name))
-    return made
+        setattr(shown, name, getattr(other, name))
+    return shown
 
 
 def _folder(name: str | Path) -> Path:
-    found = model_path(str(name))
-    if not Path(found).exists():
+    path = model_path(str(name))
+    if not Path(path).exists():
         try:
-            found = snapshot_download(found, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
+            path = snapshot_download(path, allow_patterns=["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"])
         except Exception as error:  # the client may use any network library
             raise UserError(f"no model called {name} ({first_line(error)}); give a folder or another name") from None
-    return Path(found).resolve()
+    return Path(path).resolve()

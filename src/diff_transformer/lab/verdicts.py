@@ -61,21 +61,21 @@ def judge(rows: Rows, ours: str, others: Iterable[str], quantities: Sequence[Qua
         rows: of one setting.
         quantities: by default, all that have a claim.
     """
-    found: Verdicts = {}
+    verdicts: Verdicts = {}
     chosen = [quantity for quantity in registered(rows) if quantity.claim] if quantities is None else quantities
     lost = diverged(rows)
     for quantity in chosen:
         for other in others:
             if verdict := _judge(rows, quantity, ours, other, lost):
-                found.setdefault(quantity.id, {})[other] = verdict
-    for other in {other for of in found.values() for other in of}:
-        tested = [v for of in found.values() if (v := of.get(other)) and v.difference.p is not None]
+                verdicts.setdefault(quantity.id, {})[other] = verdict
+    for other in {other for of in verdicts.values() for other in of}:
+        tested = [v for of in verdicts.values() if (v := of.get(other)) and v.difference.p is not None]
         own = quantities is not None  # then a family of its own, with those that the paper does not claim
         tested = [v for v in tested if not v.untested and v.quantity.better and (own or not v.quantity.ours)]
         adjusted = holm([v.difference.p or 0.0 for v in tested])
         for verdict, p in zip(tested, adjusted, strict=True):
-            found[verdict.quantity.id][other] = replace(verdict, holm=p)
-    return found
+            verdicts[verdict.quantity.id][other] = replace(verdict, holm=p)
+    return verdicts
 
 
 def diverged(rows: Rows) -> set[tuple[str, int]]:

@@ -246,11 +246,11 @@ def _initial_lambdas(model: dict) -> list[float]:
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.lambdas import lambda_init
 
-    made = DiffTransformerConfig(**model)
-    if made.attention != "diff":
+    config = DiffTransformerConfig(**model)
+    if config.attention != "diff":
         return []
-    setting, offset = made.lambda_init, made.lambda_depth_offset
-    layers = range(made.num_hidden_layers)
+    setting, offset = config.lambda_init, config.lambda_depth_offset
+    layers = range(config.num_hidden_layers)
     return [lambda_init(i, offset) if setting == "depth" else float(setting) for i in layers]
 
 

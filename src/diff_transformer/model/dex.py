@@ -128,7 +128,7 @@ def _fold(module: Dex, part: Parts) -> None:
 
 
 def trained_by_dex(model: Any) -> list[nn.Parameter]:
-    """What DEX trains: W_K, W_V, W_O, W_D and the learned lambda of each layer.
+    """The parameters that DEX trains: W_K, W_V, W_O, W_D and the learned lambda of each layer.
 
     Raises:
         UserError: for a model without DEX, or a matrix that holds queries too, which DEX does not train.

@@ -61,10 +61,10 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
     except UserError:
         raise
     except (OSError, ValueError, SafetensorError) as error:
-        said = "there is no such folder" if "Repo id must" in str(error) else first_line(error)
-        advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in said else ""
+        reason = "there is no such folder" if "Repo id must" in str(error) else first_line(error)
+        advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in reason else ""
         meant = did_you_mean(str(name_or_path), PRESETS)
-        raise UserError(f"{name_or_path} cannot be loaded: {said}{advice}{meant}") from None
+        raise UserError(f"{name_or_path} cannot be loaded: {reason}{advice}{meant}") from None
     if wrong := wrong_weights(info):
         raise UserError(
             f"the weights in {name_or_path} are not those that {type(model).__name__} has by its configuration: {wrong}"

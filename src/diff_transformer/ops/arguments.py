@@ -94,8 +94,8 @@ def check_tensors(q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor) -> 
         fit = False
     if not fit:
         named = zip(("q1", "q2", "k1", "k2", "v"), (q1, q2, k1, k2, v), strict=True)
-        found = "; ".join(f"{name} is {described(x)}" for name, x in named)
-        raise UserError(f"{found}: give {FITTING}; all float32, bfloat16, float16 or float64, and on one device")
+        operands = "; ".join(f"{name} is {described(x)}" for name, x in named)
+        raise UserError(f"{operands}: give {FITTING}; all float32, bfloat16, float16 or float64, and on one device")
 
 
 def described(x: Any) -> str:

@@ -65,8 +65,8 @@ def _check(tensors, lam, first, attn_mask, is_causal, window, scale):
     """
     q1, _, k1, _, _ = arrays = tuple(map(jnp.asarray, tensors))
     if not shapes_fit(*(x.shape for x in arrays)) or {x.dtype for x in arrays} not in [{jnp.dtype(x)} for x in DTYPES]:
-        found = "; ".join(f"{x.shape}, {x.dtype}" for x in arrays)
-        raise UserError(f"q1, q2, k1, k2 and v are {found}: give {FITTING}; all one of {', '.join(DTYPES)}")
+        shapes = "; ".join(f"{x.shape}, {x.dtype}" for x in arrays)
+        raise UserError(f"q1, q2, k1, k2 and v are {shapes}: give {FITTING}; all one of {', '.join(DTYPES)}")
     lengths = q1.shape[2], k1.shape[2]
     window, scale = check_options(is_causal, window, scale, lengths, q1.shape[3])
     weights = _weight("lam", lam, q1), None if first is None else _weight("first", first, q1)

@@ -65,14 +65,14 @@ class Panel:
     @cached_property
     def averages(self) -> pd.DataFrame:
         """Mean, 95 % interval, examples and seeds of each x and side."""
-        made = []
+        marks = []
         for key, of in self.frame.groupby(["side", self.x], sort=False):
             side, x = key  # ty: ignore[not-iterable]
             by_seed = [values.to_numpy(float) for _, values in of.groupby("seed")[self.y]]
             found, place = average(by_seed, proportion=self.y == "score"), f"{x:g}" if isinstance(x, float) else str(x)
             numbers = (found.mean, found.low, found.high, found.examples, found.seeds)
-            made.append((self.title, side, place, *numbers))
-        return pd.DataFrame(made, columns=["panel", "side", "x", *NUMBERS]).dropna(subset=["mean"])
+            marks.append((self.title, side, place, *numbers))
+        return pd.DataFrame(marks, columns=["panel", "side", "x", *NUMBERS]).dropna(subset=["mean"])
 
 
 def _layers(frame: pd.DataFrame, *layers: Spec, **more: Any) -> Spec:
@@ -94,15 +94,15 @@ def _by(field: str, type: str = "quantitative", **properties: Any) -> Spec:
 
 def by_side(sides: Sides, *channels: str) -> Spec:
     """The channels that tell sides apart."""
-    made = {}
+    merged = {}
     for name in channels:
         used = [value for value, _ in zip(itertools.cycle(_CHANNELS[name]), sides, strict=False)]
-        made[name] = _by("name", "nominal", legend=None, scale={"domain": list(sides.values()), "range": used})
-    return made
+        merged[name] = _by("name", "nominal", legend=None, scale={"domain": list(sides.values()), "range": used})
+    return merged
 
 
 def numbers(panels: Sequence[Panel], sides: Sides) -> pd.DataFrame:
-    """What the panels show, as a table; of a curve its last point."""
+    """The values of the panels as a table; of a curve its last point."""
     parts = []
     for panel in panels:
         if panel.kind == "curve":

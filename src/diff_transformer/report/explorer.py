@@ -21,13 +21,13 @@ def examples(rows: Rows, sides: dict[str, str]) -> tuple[list[dict], int]:
         text["models"].append({**entry, "side": list(sides).index(side), "name": name})
     for text in texts.values():
         text["models"].sort(key=lambda model: model["side"])
-    kept, used = [], 0
+    shown, used = [], 0
     for text in sorted(texts.values(), key=lambda text: -sum(map(_answers, text["models"]))):
         size = sum(len(model["first"]) + len(model.get("second", "")) for model in text["models"])
-        if used + size <= (BUDGET if kept else FIRST):
-            kept.append(text)
+        if used + size <= (BUDGET if shown else FIRST):
+            shown.append(text)
             used += size
-    return kept, len(texts) - len(kept)
+    return shown, len(texts) - len(shown)
 
 
 def _answers(model: dict) -> bool:

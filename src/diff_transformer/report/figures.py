@@ -287,7 +287,7 @@ def of_own(experiment: str) -> Figure:
 
     def panels(rows: Rows, sides: Sides) -> list[Panel]:
         numbers, frame = numbers_of(experiment, rows), rows[experiment]
-        made = frame.assign(all="all", **{name: frame[name].astype(float) for name in numbers})
-        return [Panel(name.replace("_", " "), made, name, "all") for name in numbers]
+        points = frame.assign(all="all", **{name: frame[name].astype(float) for name in numbers})
+        return [Panel(name.replace("_", " "), points, name, "all") for name in numbers]
 
     return Figure(experiment, experiment.replace("_", " ").capitalize(), "", experiment, "", panels)

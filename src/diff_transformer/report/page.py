@@ -121,7 +121,7 @@ class Drawn:
 
 @dataclass
 class Section:
-    """What the page has of one setting."""
+    """The part of the page about one setting."""
 
     setting: str
     place: str
@@ -215,33 +215,33 @@ def _drawn(rows: Rows, sides: dict[str, str], figure: "Figure", prefix: str) -> 
 
     table = figure.table
     shown = {side: name for side, name in sides.items() if (rows[table]["side"] == side).any()}
-    made = partial(Drawn, figure, shown)
+    drawn = partial(Drawn, figure, shown)
     try:
         of = figure.panels(rows, shown)
         across = min(max(len(of), 2), 3)
         wide, narrow = draw(of, sides, WIDE / across - 66, across), draw(of, sides, NARROW - 60, 1)
-        return made(
+        return drawn(
             svg(wide, f"{prefix}w"), svg(narrow, f"{prefix}n"), numbers(of, shown), _settings(rows, table, shown),
             words.examples_of(rows, table),
         )  # fmt: skip
     except Exception as error:
         logger.warning("the figure %s cannot be drawn", figure.title, exc_info=True)
-        return made(error=f"{type(error).__name__}: {clean(str(error))[:300]}")
+        return drawn(error=f"{type(error).__name__}: {clean(str(error))[:300]}")
 
 
 def _settings(rows: Rows, experiment: str, sides: dict[str, str]) -> str:
     """The settings of an experiment; where models were measured with other ones, whose is which."""
     by_side = {side: rows.about(PART_OF.get(experiment, experiment), side=side) for side in sides}
     keys = [key for key in SETTINGS if any(of.get(key) for of in by_side.values())]
-    said = []
+    lines = []
     for key in keys:
         values = {side: str(of.get(key)) for side, of in by_side.items()}
         if len(set(values.values())) == 1:
-            said.append(f"{key} {next(iter(values.values()))}")
+            lines.append(f"{key} {next(iter(values.values()))}")
         else:
-            said.append(f"{key} differs: {', '.join(f'{sides[side]} {value}' for side, value in values.items())}")
+            lines.append(f"{key} differs: {', '.join(f'{sides[side]} {value}' for side, value in values.items())}")
     notes = dict.fromkeys(str(of[key]) for of in by_side.values() for key in ("note", "asked") if of.get(key))
-    return ", ".join([*said, *notes])
+    return ", ".join([*lines, *notes])
 
 
 def terminal_table(verdicts: Verdicts, ours: str) -> Any:
@@ -269,8 +269,8 @@ def _terminal_cell(verdict: Verdict | None) -> str:
         return ""
     difference, relative = verdict.difference, verdict.quantity.relative
     scale, unit = (100, " %") if relative else (1, "")
-    said = "not tested" if verdict.untested else verdict.outcome.value
-    text = f"{words.number(scale * difference.mean, True)}{unit}  {said}"
+    outcome = "not tested" if verdict.untested else verdict.outcome.value
+    text = f"{words.number(scale * difference.mean, True)}{unit}  {outcome}"
     if difference.low is None or difference.high is None:
         return text
     low, high = (words.number(scale * end, True) for end in (difference.low, difference.high))

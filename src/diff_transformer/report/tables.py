@@ -58,10 +58,10 @@ def _differences(rows: Rows, chosen: list[Quantity] | None) -> str:
                 else f" ({number(difference.low, True)} to {number(difference.high, True)})"
             )
             adjusted = "" if verdict.holm is None else p_value(verdict.holm)
-            said = ("not tested" if verdict.untested else verdict.outcome.value) if verdict.quantity.better else ""
+            outcome = ("not tested" if verdict.untested else verdict.outcome.value) if verdict.quantity.better else ""
             cells = (
                 name_of(side), verdict.quantity.name, number(theirs), number(ours),
-                f"{number(difference.mean, True)}{ends}", str(difference.seeds), adjusted, said,
+                f"{number(difference.mean, True)}{ends}", str(difference.seeds), adjusted, outcome,
             )  # fmt: skip
             lines.append(_line(cells))
     return "\n".join(lines) if len(lines) > 2 else ""
@@ -76,9 +76,9 @@ def _values(rows: Rows, chosen: list[Quantity] | None) -> str:
     """A line a quantity: the number of each model, with its 95 % interval and number of examples."""
     lines = [_line(["quantity", *map(name_of, rows.sides)]), "|---" * (len(rows.sides) + 1) + "|"]
     for quantity in chosen or registered(rows):
-        found = [quantity.average(rows, side) for side in rows.sides]
-        if any(of.examples for of in found):
-            lines.append(_line([quantity.name, *map(_cell, found)]))
+        means = [quantity.average(rows, side) for side in rows.sides]
+        if any(of.examples for of in means):
+            lines.append(_line([quantity.name, *map(_cell, means)]))
     return "\n".join(lines) if len(lines) > 2 else ""
 
 

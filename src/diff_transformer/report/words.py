@@ -78,18 +78,18 @@ def sentence(verdicts: Verdicts, other: str, name: str) -> str:
     said += "".join(f"; {count} {words}" for words, count in others.items() if count) + "."
     if few:
         return f"{said} Intervals are over examples; another seed may give another result."
-    kept = sum(verdict.outcome is Outcome.HELD and (verdict.holm or 0) <= 0.05 for verdict in judged)
-    return f"{said} After Holm's correction {kept} of them hold."
+    significant = sum(verdict.outcome is Outcome.HELD and (verdict.holm or 0) <= 0.05 for verdict in judged)
+    return f"{said} After Holm's correction {significant} of them hold."
 
 
 def main_claims(verdicts: Verdicts, sides: dict[str, str]) -> str:
     """DIFF beside each other model in the two claims that matter most: loss, and recall (which is ours)."""
-    said = []
+    parts = []
     for id, words in (("loss", "Loss"), ("recall", "Recall from noise (not a claim of the paper)")):
         if of := verdicts.get(id):
             beside = [f"{_than(v)} the {sides[o]} ({number(v.difference.mean, True)})" for o, v in of.items()]
-            said.append(f"{words}: {', '.join(beside)}.")
-    return " ".join(said)
+            parts.append(f"{words}: {', '.join(beside)}.")
+    return " ".join(parts)
 
 
 def corpus_of(data: dict) -> str:

@@ -31,8 +31,8 @@ class MetricsLog:
 
         self._wandb = start_wandb(folder, settings or {}) if wandb else None
         self.path = folder / FILE
-        kept = [line for line in read_metrics(self.path) if line["step"] <= resumed_step] if resumed_step else []
-        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in kept))
+        earlier = [line for line in read_metrics(self.path) if line["step"] <= resumed_step] if resumed_step else []
+        write_whole(self.path, "".join(json.dumps(line) + "\n" for line in earlier))
         self._file = self.path.open("a", encoding="utf-8", buffering=1)
         later = resumed_step + 1 if resumed_step else 0
         self._board = TensorBoardLogger(folder, name="tensorboard", version="", purge_step=later)

@@ -30,9 +30,9 @@ def recompute(model: Any, what: str) -> None:
     if what == "full" or (what == "selective" and (draws or not hasattr(model.base_model, "layers"))):
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     elif what == "selective":
-        ours = isinstance(model.config, DiffTransformerConfig)  # which draws nothing
+        own = isinstance(model.config, DiffTransformerConfig)  # which draws nothing
         for layer in model.base_model.layers:
-            layer.forward = partial(_selectively, layer.forward, not ours)
+            layer.forward = partial(_selectively, layer.forward, not own)
 
 
 def _selectively(forward, draws: bool, *inputs, **options):

@@ -109,7 +109,7 @@ def memory_bytes(device: torch.device) -> dict[str, int]:
 
 
 def describe(plan: Any) -> str:
-    """What a run of ``plan`` will do, how much and about how long: some lines."""
+    """The announcement of a run of ``plan``: its model, data, amount and about its time, some lines."""
     from diff_transformer.model.convert.from_softmax import nearest
     from diff_transformer.model.cost import model_cost
 

@@ -1,4 +1,4 @@
-"""What is not a checkpoint of a known layout is refused in words, and nothing is left behind."""
+"""Folders without a checkpoint of a known layout are refused in words, and nothing is left behind."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""What a call allocates, and where its kernels read."""
+"""The memory that a call allocates, and where its kernels read."""
 
 import pytest
 import torch

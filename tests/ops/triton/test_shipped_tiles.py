@@ -46,7 +46,7 @@ TABLES = [
 
 
 def shape(tile):
-    """What the interpreter sees of a tile."""
+    """A tile as the interpreter sees it."""
     return tile.BLOCK_M, tile.BLOCK_N, tile.fused
 
 

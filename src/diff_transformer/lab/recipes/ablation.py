@@ -49,8 +49,8 @@ def ablation_rows(base: RunConfig) -> dict[str, RunConfig]:
                 "num_key_value_heads": plain.num_key_value_heads // 2,
                 "head_dim": 2 * plain.head_dim,
             }
-        made: dict[str, Any] = run.model
-        DiffTransformerConfig(**made)
+        model: dict[str, Any] = run.model
+        DiffTransformerConfig(**model)
         runs[name] = run
     return runs
 
