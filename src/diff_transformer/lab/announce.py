@@ -1,4 +1,4 @@
-"""The announcement of a command: its work, how much, about how long; printed before it starts, or with ``--dry-run``."""
+"""Announcement of a command: its work, how much, about how long; printed before it starts, or with ``--dry-run``."""
 
 from collections.abc import Sequence
 from pathlib import Path
