@@ -118,12 +118,13 @@ def test_resuming_drops_what_came_after_the_checkpoint_and_what_was_cut(tmp_path
 
 def test_a_run_says_what_it_will_do(monkeypatch):
     monkeypatch.setattr(estimate, "peak_here", lambda: 1e9)
-    plan = resolve(override(recipe("debug"), ["train.steps=1000000", "data.corpus=novels"]))
-    lines = describe(plan).splitlines()
+    config = override(recipe("debug"), ["train.steps=1000000", "data.corpus=novels"])
+    lines = describe(resolve(config)).splitlines()
     assert lines[0].startswith("debug: diff, 37,")
     assert lines[1] == "1,000,000 steps of 8 rows of 96 tokens, 768,000,000 in all, of novels"
     assert lines[2] == "1 process (single), 32-true; a checkpoint every 10 steps"
     assert lines[3] == "about 6 days"
+    assert describe(resolve(override(config, ["train.validation_rows=80"]))).endswith("about 12 days")
     assert all(len(line) <= 80 for line in lines)
 
 

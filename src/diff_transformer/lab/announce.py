@@ -15,7 +15,7 @@ from diff_transformer.model.convert.from_softmax import nearest
 from diff_transformer.model.cost import model_cost
 from diff_transformer.model.presets import PRESETS, preset
 from diff_transformer.train.config import RunConfig
-from diff_transformer.train.estimate import about
+from diff_transformer.train.estimate import about, training_flops
 from diff_transformer.train.plan import resolve
 
 _SHOWN = 8  # models that are named
@@ -36,13 +36,13 @@ def announced_runs(specs: Sequence[RunSpec], *, here: bool = True) -> str:
     named = f" ({shown})" if specs else ""
     words = f"{len(specs)} run{'s' * (len(specs) != 1)}{named}: {sum(tokens):,} tokens of training"
     if here and specs:
-        flops = (training_flops(spec.config) * count for spec, count in zip(specs, tokens, strict=True))
-        words += f", {about(sum(flops))}"
+        trained = (spec.config for spec in specs if spec.side != SOURCE)
+        words += f", {about(sum(training_flops(config, _flops_per_token(config)) for config in trained))}"
     experiments = ", ".join(dict.fromkeys(name for spec in specs for name in spec.measure))
     return f"{words}, then {experiments}" if experiments else words
 
 
-def training_flops(config: RunConfig) -> int:
+def _flops_per_token(config: RunConfig) -> int:
     """Training FLOPs a token of the model of a run."""
     own = config.train.initial_model is None or "hidden_size" in config.model
     model = DiffTransformerConfig(**config.model) if own else resolve(config).model

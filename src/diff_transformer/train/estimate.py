@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+from diff_transformer.train.config import RunConfig
+
 SHARE = 0.4  # of a device's peak that training and evaluation reach, roughly
 _UNITS = {"days": 86_400, "hours": 3_600, "minutes": 60}
 _REPEATS = 4
@@ -16,6 +18,14 @@ def about(flops: float, *, devices: int = 1) -> str:
     seconds = flops / (SHARE * peak_here() * devices)
     unit = next((unit for unit, size in _UNITS.items() if seconds >= 2 * size), None)
     return "less than two minutes" if unit is None else f"about {seconds / _UNITS[unit]:,.0f} {unit}"
+
+
+def training_flops(config: RunConfig, flops_per_token: float) -> float:
+    """FLOPs of a run whose training takes ``flops_per_token``, with its validations: forward passes, a third of it."""
+    settings, sources = config.train, 1 + len(config.data.shares.keys() - {"text"})
+    validations = 1 + settings.steps // settings.validate_every
+    rows = settings.steps * settings.batch_size + validations * settings.validation_rows * sources / 3
+    return flops_per_token * rows * config.data.length
 
 
 @cache

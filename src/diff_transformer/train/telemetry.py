@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from diff_transformer.model.lambdas import LAMBDAS, LearnedLambda, present_lambda
-from diff_transformer.train.estimate import about
+from diff_transformer.train.estimate import about, training_flops
 
 PARTS = (
     ("lambda", r"lambda|\blam\b"),
@@ -116,7 +116,7 @@ def describe(plan: Any) -> str:
     config, settings = plan.config, plan.config.train
     tokens = settings.steps * settings.batch_size * config.data.length
     cost = model_cost(nearest(plan.model), length=config.data.length)
-    time = about(tokens * cost.training_flops_per_token, devices=plan.world)
+    time = about(training_flops(config, cost.training_flops_per_token), devices=plan.world)
     kind = getattr(plan.model, "attention", plan.model.model_type)
     lines = [
         f"{config.name}: {kind}, {cost.total_parameters:,} parameters from {plan.source or f'seed {settings.seed}'}",
