@@ -54,7 +54,7 @@ def test_a_layer_a_model_and_an_experiment_do_without_extras(tmp_path):
         str(tmp_path),
     )
     assert done.returncode == 0, done.stderr
-    assert "no page: a report needs scipy and vl_convert; install with" in done.stderr
+    assert "not shown: a report needs scipy and vl_convert; install with" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -96,7 +96,7 @@ def test_the_small_pair_differs_in_one_field_and_its_rows_are_answered_right(fin
     assert (diff.model.pop("attention"), softmax.model.pop("attention")) == ("diff", "softmax")
     assert diff == softmax
     entry = read_comparison(out).only(side="softmax")["explorer"]["entry"].iloc[-1]
-    key, place = entry["tokens"][-1], entry["answer_span"][0]
+    key, place = entry["tokens"][-1], entry["span"][0]
     assert entry["tokens"].count("·") == 16
     assert entry["tokens"].index(key) + 1 == place
     assert entry["tokens"][place] == entry["answer"] == key.replace("k", "v")

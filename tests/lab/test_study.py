@@ -101,7 +101,7 @@ def test_a_plan_of_a_user_is_named_by_its_file(texts, tmp_path):
 
 
 def test_short_names_are_those_of_a_clone(monkeypatch, tmp_path):
-    with pytest.raises(ValueError, match=r"no study 'recal' .*'recall'\?\); there are: ablation, desk, .*, or"):
+    with pytest.raises(ValueError, match=r"no study 'recal' .*'recall'\?\); there are: ablation, .*desk, .*, or"):
         load_stages("recal")
     monkeypatch.setattr("diff_transformer.lab.stages.FIGURES", tmp_path)  # as an installed package has none
     with pytest.raises(ValueError, match="no study 'recall'; there are: ablation, or the Python file of a plan"):

@@ -38,7 +38,7 @@ def test_overrides_reach_every_kind_of_value():
         ("train.steps=10.5", "train.steps is 10.5; input should be a valid integer"),
         ("train.steps=7.0", "train.steps is 7.0; input should be a valid integer"),
         ("train.compile=1", "train.compile is 1; input should be a valid boolean"),
-        ("train.precision=16-true", "train.precision is '16-true'; input should be '32-true', 'bf16-mixed' or"),
+        ("train.precision=16-true", "train.precision is '16-true'; input should be '32-true' or 'bf16-mixed'"),
         ("model.hidden_size=abc", "model.hidden_size is 'abc'; input should be a valid integer"),
         ("model.num_hidden_layers=2.0", "model.num_hidden_layers is 2.0; input should be a valid integer"),
         ("optim.betas=[0.9]", "optim.betas is [0.9]; field required"),
