@@ -143,11 +143,11 @@ def as_on_hopper(start: Callable[[Any], None]) -> ExitStack:
     from kernel_compiler import table_of
 
     from diff_transformer.ops.hopper.support import unsupported_tensors
-    from diff_transformer.ops.triton import backward, decode, launching, operator
+    from diff_transformer.ops.triton import decode, launching, operator
 
     replaced: list[tuple[Any, str, Any]] = [
         (launching.Launch, "start", start),
-        *((module, "table_of", lambda x: table_of(90, x.dtype)) for module in (operator, backward)),
+        (operator, "table_of", lambda x: table_of(90, x.dtype)),
         (launching, "INTERPRETED", True),
         (operator, "INTERPRETED", False),
         (decode, "multiprocessors", lambda device: MULTIPROCESSORS),
@@ -177,8 +177,10 @@ def of_stages() -> Iterator[tuple[str, Callable[[], object]]]:
     from diff_transformer.bench.decode import GPU_GRID
     from diff_transformer.bench.gate import shape_inputs
     from diff_transformer.bench.shapes import Shape
-    from diff_transformer.model.cores import pair_heads
     from diff_transformer.ops import diff_attention, diff_attention_decode
+
+    def pair_heads(q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return q[:, 0::2], q[:, 1::2], k[:, 0::2], k[:, 1::2]
 
     def both(attend: Callable[[], Any], inputs: tuple) -> None:
         with torch.no_grad():
