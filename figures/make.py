@@ -3,7 +3,7 @@
     python figures/make.py           # every folder
     python figures/make.py --check   # exit 1 if a table differs from its record
 
-A README has, in a comment, the command that makes what follows: a table up to ``<!-- end -->``, or a picture.
+A README has, in a comment, the command that makes what follows: tables up to ``<!-- end -->``, or a picture.
 """
 
 import re
@@ -13,14 +13,20 @@ import sys
 from pathlib import Path
 
 FIGURES = Path(__file__).resolve().parent
-TABLE = re.compile(r"<!-- (diff-transformer report [^\n]*? --table[^\n]*?) -->\n.*?<!-- end -->", re.DOTALL)
+TABLE = re.compile(
+    r"<!-- (diff-transformer report [^\n]*? --table[^\n]*?|python figures/\w+/primary\.py) -->\n.*?<!-- end -->",
+    re.DOTALL,
+)
 PICTURE = re.compile(r"<!-- (diff-transformer report [^\n]*? --figure [^\n]*?) -->")
 
 
 def run(command: str) -> str:
-    """The output of a command of this package, run in the folder above ``figures``."""
-    words = [sys.executable, "-m", *shlex.split(command.replace("diff-transformer", "diff_transformer", 1))]
-    return subprocess.run(words, cwd=FIGURES.parent, capture_output=True, text=True, check=True).stdout
+    """The output of a command of this package or of a script, run in the folder above ``figures``."""
+    program, *words = shlex.split(command)
+    words = words if program == "python" else ["-m", "diff_transformer", *words]
+    return subprocess.run(
+        [sys.executable, *words], cwd=FIGURES.parent, capture_output=True, text=True, check=True
+    ).stdout
 
 
 def filled(text: str) -> str:

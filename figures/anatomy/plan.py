@@ -10,6 +10,7 @@ runs/anatomy``. Hardware: two CPU cores. Time: about an hour, and 25 minutes.
 import sys
 from pathlib import Path
 
+import pandas as pd
 import torch
 from torch.nn import functional as F
 
@@ -44,7 +45,7 @@ def stages(corpus: str) -> list[Stage]:
 
 
 def measure_recall(folder: Path, out: Path) -> None:
-    """The anatomy of a finished run of recall on 32 rows, and the Hessian of its loss on their answers."""
+    """The mean anatomy of a finished run of recall on 32 rows, and the Hessian of its loss on their answers."""
     request, model = read_json(folder / REQUEST), folder / "run" / "model"
     identity = request["side"], request["seed"], request["setting"]
     lm = CausalLM(read_model(model), read_tokenizer(str(model)), folder.name)
@@ -65,10 +66,10 @@ def measure_recall(folder: Path, out: Path) -> None:
         row("hessian", *identity, example=rank, rank=rank, value=eigenvalues[-rank if rank > 0 else 0])
         for rank in (1, -1)
     ]
-    for number in range(ROWS):
-        for head in anatomy(lm, ids[number : number + 1]):
-            del head["importance"]  # by the loss of every token, of which most are noise
-            rows.append(row("anatomy", *identity, example=number, **head))
+    heads = pd.DataFrame([head for number in range(ROWS) for head in anatomy(lm, ids[number : number + 1])])
+    del heads["importance"]  # by the loss of every token, of which most are noise
+    means = heads.groupby(["layer", "head"], as_index=False).mean().to_dict("records")
+    rows += [row("anatomy", *identity, example="mean", **head) for head in means]
     write_rows(out / SETTING / folder.name / FILE, rows)
 
 

@@ -11,16 +11,21 @@ import pandas as pd
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from gate_norm_subtraction.primary import interval, p_value
 
+from diff_transformer.lab.per_example import GOAL
 from diff_transformer.lab.quantities import QUANTITIES
 from diff_transformer.lab.rows import Rows, read_rows
 from diff_transformer.lab.sides import name_of
 from diff_transformer.lab.stats import holm
 
 RECORD = Path(__file__).resolve().parent / "measured.jsonl.gz"
+GATE = RECORD.parents[1] / "gate_norm_subtraction" / RECORD.name
 NAMES = {  # the quantities of redundancy and smoothness, and the sign of a difference that the property claims
     "anatomy_distance": 1, "anatomy_cka": -1, "hessian_largest": -1, "hessian_smallest": 1,
 }  # fmt: skip
-LEVELS = ("anatomy_negative_mass", *NAMES, "anatomy_sink", "anatomy_keys")
+LEVELS = {
+    "anatomy_negative_mass": "negative", "anatomy_distance": "distance", "anatomy_cka": "CKA",
+    "hessian_largest": "largest", "hessian_smallest": "smallest",
+}  # fmt: skip
 
 
 def by_seed(rows: Rows, name: str) -> pd.DataFrame:
@@ -40,10 +45,10 @@ def contrasts(rows: Rows, side: str, others: tuple[str, ...], tested: bool) -> s
             differences.append((table[side] - table[other]).dropna().to_numpy())
         adjusted = holm([p_value(of) for of in differences]) if tested else [None] * len(NAMES)
         column = []
-        for of, p in zip(differences, adjusted, strict=True):
-            same = max((of > 0).sum(), (of < 0).sum())
+        for of, p, sign in zip(differences, adjusted, NAMES.values(), strict=True):
+            same = (sign * of > 0).sum()
             low, high = interval(of)
-            end = f"{same} of {len(of)} seeds" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+            end = f"{same} of {len(of)} seeds with it" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
             column.append(f"{of.mean():+.3g} ({low:+.3g} to {high:+.3g}), {end}")
         columns.append(column)
     lines = [
@@ -55,27 +60,35 @@ def contrasts(rows: Rows, side: str, others: tuple[str, ...], tested: bool) -> s
     return "\n".join([head, "|---" * (len(others) + 1) + "|", *lines])
 
 
-def levels(rows: Rows) -> str:
-    """A table of the means over seeds, a row a side."""
+def levels(rows: Rows, learned: pd.DataFrame | None = None) -> str:
+    """A table of the means over seeds, or over those that are true in ``learned`` (a column a side); a row a side."""
     tables = {name: by_seed(rows, name) for name in LEVELS}
+    if learned is not None:
+        tables = {name: table.where(learned) for name, table in tables.items()}
     lines = [
-        "| model | " + " | ".join(QUANTITIES[name].name for name in LEVELS) + " |",
+        "| model | " + " | ".join(LEVELS.values()) + " |",
         "|---" * (len(LEVELS) + 1) + "|",
     ]
     for side in rows.sides:
+        runs = "" if learned is None else f", {learned[side].sum()} runs"
         cells = (f"{table[side].mean():.3g}" if side in table else "" for table in tables.values())
-        lines.append(f"| {name_of(side)} | " + " | ".join(cells) + " |")
+        lines.append(f"| {name_of(side)}{runs} | " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
     measured = read_rows(Path(sys.argv[1]) if sys.argv[1:] else RECORD)
-    for setting, others, tested in (
-        ("p8_n2", ("softmax", "v2_added"), True),
-        ("demo", ("softmax", "softmax_norm"), False),
-    ):
-        rows = measured.only(setting=setting)
-        if rows.sides:
-            negative = by_seed(rows, "anatomy_negative_mass")["v2"]
-            print(f"{setting}: V2's negative attention is {negative.min():.3f} to {negative.max():.3f}\n")
-            print(contrasts(rows, "v2", others, tested), levels(rows), sep="\n\n", end="\n\n")
+    rows, demo = measured.only(setting="p8_n2"), measured.only(setting="demo")
+    negative = by_seed(rows, "anatomy_negative_mass")["v2"]
+    print(f"V2's negative attention is {negative.min():.3f} to {negative.max():.3f} of all, by seed.\n")
+    print(contrasts(rows, "v2", ("softmax", "v2_added"), tested=True))
+    learned = by_seed(read_rows(GATE).only(setting="p8_n2"), "recall") >= GOAL
+    print(f"\nRuns that end at {GOAL} or more (exploratory):\n", levels(rows, learned), sep="\n")
+    if demo.sides:
+        print(
+            "\nThe demo:\n",
+            contrasts(demo, "v2", ("softmax", "softmax_norm"), tested=False),
+            "",
+            levels(demo),
+            sep="\n",
+        )

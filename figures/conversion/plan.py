@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+from prose.plan import final_loss
+
 from diff_transformer.lab.recipes.desk import uptrain
-from diff_transformer.lab.record import Record
 from diff_transformer.lab.stages import SWEPT, Stage
 from diff_transformer.lab.uptrain import ARMS, read_source
 from diff_transformer.train.config import RunConfig
@@ -48,16 +50,11 @@ def side(name: str) -> dict[str, Any]:
     return {"train.initial_model": str(INITIAL / made), "train.weights": weights or "attention"}
 
 
-def held_out_loss(record: Record) -> float:
-    """The last validation loss, nats a token, which a sweep minimises."""
-    return record.metrics["validation_loss"]
-
-
 def stages(corpus: str) -> list[Stage]:
     """``corpus``: a folder of books with train/ and val/ inside, val/ by other authors."""
     books, sides = {"books": base(corpus)}, {name: side(name) for name in SIDES}
     return [
-        Stage(books, sides, SWEEP_SEEDS, RATES, "sweep/{setting}_lr{rate:g}", (), held_out_loss),
+        Stage(books, sides, SWEEP_SEEDS, RATES, "sweep/{setting}_lr{rate:g}", (), final_loss),
         Stage(books, sides, SEEDS, SWEPT, measure=MEASURE),
         Stage(books, {"source": {"train.initial_model": str(INITIAL / "softmax")}}, (0,), measure=MEASURE),
     ]

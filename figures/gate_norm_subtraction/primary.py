@@ -79,7 +79,7 @@ def verdict(name: str, differences: np.ndarray, adjusted: float) -> str:
 
 
 def contrasts(table: pd.DataFrame) -> str:
-    lines = ["| contrast | tests | difference (95 % CI) | seeds | p, Holm | verdict |", "|---" * 6 + "|"]
+    lines = ["| contrast | tests | difference (95 % CI) | p, Holm | verdict |", "|---" * 5 + "|"]
     known = [(side, other, name) for side, other, name in CONTRASTS if {side, other} <= {*table}]
     differences = [(table[side] - table[other]).dropna().to_numpy() for side, other, _ in known]
     adjusted = holm([p_value(of) for of in differences])
@@ -87,20 +87,20 @@ def contrasts(table: pd.DataFrame) -> str:
         low, high = interval(of)
         said = f"{of.mean():+.3f} ({low:+.3f} to {high:+.3f})"
         shown = "< 0.001" if p < 0.001 else f"{p:.3f}"
-        cells = (f"{name_of(side)} minus {name_of(other)}", name, said, str(len(of)), shown, verdict(name, of, p))
+        cells = (f"{name_of(side)} minus {name_of(other)}", name, said, shown, verdict(name, of, p))
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def levels(table: pd.DataFrame, learned: dict[str, tuple[int, int]]) -> str:
-    lines = ["| model | accuracy (95 % CI) | seeds | runs that reach 0.9 (95 % CI) |", "|---" * 4 + "|"]
+    lines = ["| model | accuracy (95 % CI) | runs that reach 0.9 (95 % CI) |", "|---" * 3 + "|"]
     for side in table:
         values = table[side].dropna().to_numpy()
         low, high = interval(values)
         hits, runs = learned[side]
         exact = binomtest(hits, runs).proportion_ci()
         share = f"{hits} of {runs} ({exact.low:.2f} to {exact.high:.2f})"
-        lines.append(f"| {name_of(side)} | {values.mean():.3f} ({low:.3f} to {high:.3f}) | {len(values)} | {share} |")
+        lines.append(f"| {name_of(side)} | {values.mean():.3f} ({low:.3f} to {high:.3f}) | {share} |")
     return "\n".join(lines)
 
 

@@ -20,6 +20,8 @@ from diff_transformer.model.parts import layers_of
 
 FAMILIES = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", *VARIANTS)
 WINDOW = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+# whose logits, computed again, agree to 1e-5; those of other variants, of larger outputs, to 2e-5
+CLOSE = ("llama", "qwen2", "qwen3", "gpt2", "diffllama", "diff", "softmax")
 ONE_MAP = ("llama", "qwen2", "qwen3", "gpt2", "softmax", "softmax_norm", "gated")
 
 
@@ -66,21 +68,22 @@ def test_a_tap_sees_every_layer_once_and_changes_no_bit(family, how, ids):
 
 @pytest.mark.parametrize("how", ["sdpa", "eager"])
 def test_attention_recomputed_from_unchanged_logits_is_the_attention(family, how, ids, monkeypatch):
-    """In small blocks of queries; in one pass and, but for DINT, in two over a cache."""
+    """In one block; in small blocks of queries, in one pass and, but for DINT, in two over a cache."""
     model = make(family, how)
-    monkeypatch.setattr(AttentionCall.blocks, "__defaults__", (300,))
     for inputs in ({"input_ids": ids}, padded(ids)):
         before = model(**inputs).logits
         with changed_logits(model, lambda call: lambda logits, allowed: logits):
             again = model(**inputs).logits
         real = inputs.get("attention_mask", torch.ones_like(ids)).bool()
-        torch.testing.assert_close(again[real], before[real], atol=2e-5, rtol=1e-5)
-    if family != "dint":
-        whole = model(ids).logits
-        with changed_logits(model, lambda call: lambda logits, allowed: logits):
+        torch.testing.assert_close(again[real], before[real], atol=1e-5 if family in CLOSE else 2e-5, rtol=1e-5)
+    monkeypatch.setattr(AttentionCall.blocks, "__defaults__", (300,))
+    whole = model(ids).logits
+    with changed_logits(model, lambda call: lambda logits, allowed: logits):
+        torch.testing.assert_close(model(ids).logits, whole, atol=2e-5, rtol=1e-5)
+        if family != "dint":
             first, cache = extend(model, None, ids[:, :13])
             second, _ = extend(model, cache, ids[:, 13:])
-        torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), whole, atol=2e-5, rtol=1e-5)
+            torch.testing.assert_close(torch.cat((first.logits, second.logits), 1), whole, atol=2e-5, rtol=1e-5)
 
 
 def test_changed_logits_reach_the_output_and_everything_is_restored_after_an_exception(family, ids):

@@ -131,6 +131,7 @@ def test_models_of_a_pair_share_every_name_but_lambda_and_head_norm():
     ["diff", *(pytest.param(k, marks=pytest.mark.slow) for k in ("diff_v2", "softmax", "grouped_diff", "dint"))],
 )
 def test_forward_compiles_without_graph_breaks(attention):
+    torch._dynamo.reset()  # models that other tests compiled count against its limit
     model, ids = make(attention), tokens()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(

@@ -53,10 +53,10 @@ def _read(source: str, max_bytes: int | None) -> Corpus:
     for split, documents in sides.items():
         if not documents:
             raise UserError(f"the {split} side of corpus {source!r} has no text but white space; give more text")
-    return Corpus(source, stable_order(sides["train"]), stable_order(sides["validation"]))
+    return Corpus(stable_order(sides["train"]), stable_order(sides["validation"]))
 
 
 def _capped(corpus: Corpus, max_bytes: int) -> Corpus:
     total, held_out = (sum(d.num_bytes for d in side) for side in (corpus.train, corpus.validation))
     rest = max(1, round(held_out * min(1.0, max_bytes / total)))
-    return Corpus(corpus.name, take_bytes(corpus.train, max_bytes), take_bytes(corpus.validation, rest))
+    return Corpus(take_bytes(corpus.train, max_bytes), take_bytes(corpus.validation, rest))

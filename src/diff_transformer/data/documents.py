@@ -27,7 +27,6 @@ class Document:
 class Corpus:
     """Documents to train on and documents to validate on."""
 
-    name: str
     train: list[Document]
     validation: list[Document]
 

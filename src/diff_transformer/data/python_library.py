@@ -42,7 +42,7 @@ def load_python_library() -> Corpus:
     if not documents:
         raise UserError(f"no Python sources under {root} (a stripped Python?); give a text file or a folder instead")
     train, validation = held_out_split(documents)
-    return Corpus("python", _alternate(train), _alternate(validation))
+    return Corpus(_alternate(train), _alternate(validation))
 
 
 def modules_of(root: Path) -> Iterator[Path]:

@@ -168,7 +168,7 @@ def decoded_corpus(folder: Path | str, max_bytes: int | None = None) -> Corpus:
     """
     tokenizer, limit = load_prepared_tokenizer(folder), max_bytes or _DECODED_BYTES
     sides = {split: list(_decoded(Shards(folder, split), tokenizer, limit)) for split in SPLITS}
-    return Corpus(str(folder), sides["train"], sides["validation"])
+    return Corpus(sides["train"], sides["validation"])
 
 
 def _decoded(tokens: Shards, tokenizer: PreTrainedTokenizerFast, limit: int) -> Iterator[Document]:

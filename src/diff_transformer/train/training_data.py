@@ -103,7 +103,7 @@ def load_training_data(config: RunConfig) -> TrainingData:
     """
     data, seed = config.data, config.train.seed
     shares, vocab_size, rows = data.shares, vocabulary_size(config), config.train.validation_rows
-    text, held_text, corpus, sources, questions = None, None, Corpus(NO_CORPUS, [], []), {}, {}
+    text, held_text, corpus, sources, questions = None, None, Corpus([], []), {}, {}
     if data.corpus != NO_CORPUS:
         corpus, tokenizer, text, held_text = load_text(data, seed, vocab_size)
         sources["text"] = text
