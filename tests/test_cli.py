@@ -152,7 +152,7 @@ def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(m
         ),
         (
             ("compare", "--recipe", "uptrain", "--out", "x"),
-            "recipe 'uptrain' says nothing of a model; give one to go on from: `diff-transformer compare --from MODEL`",
+            "recipe 'uptrain' sets no model; give one to go on from: `diff-transformer compare --from MODEL`",
         ),
         (
             ("compare", "--from", "./nowhere", "--out", "x"),

@@ -62,7 +62,7 @@ def require_device(device: str) -> None:
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # of a name that it does not know; of one that is not there
-        raise UserError(f"device is {device!r}, which is not here ({first_line(error)}); give cpu or another") from None
+        raise UserError(f"device is {device!r}, which is missing ({first_line(error)}); give cpu or another") from None
 
 
 def require_known(kind: str, name: str, known: Iterable[str], more: str = "") -> None:

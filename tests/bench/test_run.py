@@ -63,7 +63,7 @@ def test_failed_and_skipped_are_printed_whole(tiny, tmp_path, capsys, monkeypatc
         (("decode", None, False, "cpu", "1x1x8x8"), "grid choose shapes of the benchmark 'attention'"),
         (("throughput", None, True), "full and grid choose shapes of .*; 'throughput' has its own"),
         (("attention", None, False, "cpu", "1x1"), "'1x1' is not a shape"),
-        (("attention", None, False, "cuda"), "device is 'cuda', which is not here"),
+        (("attention", None, False, "cuda"), "device is 'cuda', which is missing"),
     ],
 )
 def test_refusals(arguments, message, monkeypatch, tmp_path):

@@ -172,12 +172,12 @@ def test_errors_name_what_is_wrong(tmp_path):
         ("latin.txt", r"latin\.txt is not UTF-8 \(byte 3: 0xe9\); convert it with `iconv"),
         ("none", "none' is no file or folder; give 'python', a text file"),
         ("https://example.org/a.txt", "is a URL: download it, and give the file"),
-        ("x", "x' holds nothing that is read; give"),
+        ("x", "x' has no file that can be read; give"),
         ("cut.jsonl.gz", r"cut\.jsonl\.gz cannot be read after row \d+ \("),
         ("cut.txt.gz", r"cut\.txt\.gz cannot be read \("),
         ("a.tar.gz", r"a\.tar\.gz' is an archive; unpack it and give the folder"),
         ("a.parquet", r"a\.parquet cannot be read after row 0"),
-        ("pipe.txt", r"pipe\.txt' holds nothing that is read"),
+        ("pipe.txt", r"pipe\.txt' has no file that can be read"),
     ]:
         with pytest.raises(UserError, match=message):
             read(tmp_path / name if "://" not in name else name)

@@ -198,7 +198,7 @@ def test_continuations_of_a_file_and_of_the_hub(tmp_path, hub):
     (item,) = load_continuations(str(write(tmp_path / "val.jsonl", row)))
     assert (item.question, item.choices[item.answer]) == ("Skiing: A man stands. He", "skis.")
     for label in ("3", -1):
-        with pytest.raises(UserError, match="is not one of HellaSwag"):
+        with pytest.raises(UserError, match="is not in the format of HellaSwag"):
             load_continuations(str(write(tmp_path / "bad.jsonl", {**row, "label": label})))
     hub.sets["some/set"] = [{"ctx": f"context {i}", "endings": ["x", "y"], "label": "1"} for i in range(9)]
     items = load_continuations("hub:some/set", seed=1)

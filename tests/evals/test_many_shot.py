@@ -204,7 +204,7 @@ def test_without_sizes_the_prompts_double_up_to_the_positions():
 
 def test_errors():
     lm = Reader(lambda prompt: "city")
-    with pytest.raises(ValueError, match="31 examples were asked for and places has 30 to show"):
+    with pytest.raises(ValueError, match="31 examples were asked for, and places has 30 to show"):
         evaluate_many_shot(lm, DATA, Settings(shots=(31,)))
     with pytest.raises(ValueError, match="has 5000 tokens, more than the 4096 positions of reader"):
         evaluate_many_shot(lm, DATA, Settings(lengths=(5000,)))

@@ -118,7 +118,7 @@ def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
         run_study(study(texts, "data.corpus=/nowhere"), out)
     with pytest.raises(ValueError, match=r"two runs of the plan have the folder a/diff-seed0; put \{rate\} into"):
         run_study([Stage({"a": tiny(texts)}, PAIR, (0,), (1e-3, 1e-2))], out)
-    with pytest.raises(ValueError, match=r"a sweep is yet to choose a rate; leave \{rate\} out"):
+    with pytest.raises(ValueError, match=r"a sweep chooses the rate; leave \{rate\} out"):
         Stage({"a": tiny(texts)}, PAIR, (0,), SWEPT, "{setting}-lr{rate:g}")
     assert not out.exists()
 

@@ -169,7 +169,7 @@ def test_other_arms_start_with_the_logits_of_the_source(make, settings, tmp_path
             torch.testing.assert_close(loaded(arm.train.initial_model)(ids).logits, expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(UserError, match=r"no arm 'v3'.*there are: diff, diff_v2, diff_v3, dex"):
         read_source(found.folder, ["v3"])
-    with pytest.raises(UserError, match="arms are dex, which are of a pretrained model"):
+    with pytest.raises(UserError, match="arms are dex, which need a pretrained model"):
         compare("debug", out, arms=["dex"])
 
 
@@ -227,7 +227,7 @@ def test_a_damaged_source_is_refused_in_a_sentence(make, settings, damage, messa
 
 
 def test_an_architecture_that_cannot_go_on_is_refused(make, settings, tmp_path):
-    with pytest.raises(ValueError, match=r"is not trained here: .*caps its scores \(attn_logit_softcapping\)"):
+    with pytest.raises(ValueError, match=r"cannot be trained: .*caps its scores \(attn_logit_softcapping\)"):
         compare(settings, tmp_path / "out", source=make(Gemma2Config))
     assert not (tmp_path / "out").exists()
 
@@ -241,7 +241,11 @@ def test_an_architecture_that_cannot_go_on_is_refused(make, settings, tmp_path):
         (["model.hidden_size=48"], {}, "model.hidden_size of the recipe or --set is 48, and .* has 36; leave it out"),
         (["evaluation.recall_steps=2"], {}, "evaluation.recall_steps trains small models from random weights"),
         (["train.initial_model=other"], {}, "train.initial_model is other; leave it out, --from is the model"),
-        ([], {"variants": ["dint"]}, "variants are dint, and a source has arms: diff, diff_v2, diff_v3, dex"),
+        (
+            [],
+            {"variants": ["dint"]},
+            "variants are dint, and a comparison from a source takes arms: diff, diff_v2, diff_v3, dex",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_are_refused_before_anything_is_written(

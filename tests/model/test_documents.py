@@ -89,7 +89,7 @@ def test_what_documents_exclude_is_refused(model):
         model(**packed(ids), attention_mask=torch.ones_like(ids))
     with pytest.raises(ValueError, match="exclude attention_mask and use_cache"):
         model(**packed(ids), use_cache=True)
-    with pytest.raises(ValueError, match="packed documents came with attention maps"):
+    with pytest.raises(ValueError, match="not computed for packed documents"):
         model(**packed(ids), output_attentions=True)
 
 

@@ -76,14 +76,14 @@ def test_a_row_of_dint_is_not_shared():
 
 
 def test_a_run_without_a_model_is_refused():
-    with pytest.raises(ValueError, match=r"nothing says what the model is; give train.initial_model"):
+    with pytest.raises(ValueError, match=r"the configuration sets no model; give train.initial_model"):
         resolve(recipe("uptrain"))
 
 
 @pytest.mark.parametrize(
     ("kind", "fields", "settings", "message"),
     [
-        (BertConfig, {"intermediate_size": 48}, [], "is not trained here: .*BertSelfAttention is not causal"),
+        (BertConfig, {"intermediate_size": 48}, [], "cannot be trained: .*BertSelfAttention is not causal"),
         (GraniteConfig, {"logits_scaling": 2.0}, [], r"its logits are more than a product .*\(logits_scaling\)"),
         (PhiConfig, {"intermediate_size": 48}, [], r"its logits are more than a product .*\(a bias\)"),
         (GPT2Config, {}, ["data.documents=separate"], r"documents=separate: .* keeps the class GPT2LMHeadModel"),

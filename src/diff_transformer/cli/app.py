@@ -28,7 +28,7 @@ GPUsPerRun = Annotated[
     float | None,
     typer.Option(help="GPUs of each model on the Ray cluster, or a fraction of one; 1 by default if it has GPUs."),
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Resume an interrupted run in the same folder.")]
 
 

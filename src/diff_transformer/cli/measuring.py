@@ -26,7 +26,7 @@ def evaluate(
         str,
         typer.Argument(
             help="harness, scaling, long_nll, needle, allocation, many_shot, hallucination, outliers, quantization, "
-            "associative_recall, recall, ruler, anatomy, gradient_flow; all; or the Python file of one of yours."
+            "associative_recall, recall, ruler, anatomy, gradient_flow; all; or the Python file of your own experiment."
         ),
     ],
     out: Annotated[Path, typer.Option("--out", help="Folder for the results and their page; must be new.")],
@@ -166,9 +166,9 @@ def report(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace the file if it exists.")] = False,
     table: Annotated[bool, typer.Option("--table", help="Print tables in Markdown instead.")] = False,
     figure: Annotated[str | None, typer.Option(help="Draw this figure alone: losses, needles, recall, ...")] = None,
-    settings: Annotated[list[str] | None, typer.Option("--setting", help="Of a study; may be repeated.")] = None,
-    sides: Annotated[list[str] | None, typer.Option("--side", help="A model; may be repeated.")] = None,
-    quantities: Annotated[list[str] | None, typer.Option("--quantity", help="Of --table; may be repeated.")] = None,
+    settings: Annotated[list[str] | None, typer.Option("--setting", help="Setting to show; may be repeated.")] = None,
+    sides: Annotated[list[str] | None, typer.Option("--side", help="Model to show; may be repeated.")] = None,
+    quantities: Annotated[list[str] | None, typer.Option("--quantity", help="For --table; may be repeated.")] = None,
 ):
     """Write the page of results and print the claims; or print tables, or draw one figure."""
     from rich.console import Console

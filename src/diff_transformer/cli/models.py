@@ -17,8 +17,8 @@ def convert(
         str,
         typer.Option(
             "--to",
-            help="diff-transformer, llama or diffllama; diff_v2, diff_v3, diff or dex make a DIFF "
-            "Transformer of a softmax model with equal logits, of most decoders of transformers in their own class.",
+            help="Layout: diff-transformer, llama or diffllama; or diff_v2, diff_v3, diff or dex: make the softmax "
+            "model a DIFF Transformer with equal logits. Most other decoders of transformers keep their own class.",
         ),
     ] = "diff-transformer",
     lambda_init: Annotated[float, typer.Option(help="With --to diff: initial lambda, between 0 and 1.")] = 0.5,
@@ -58,8 +58,8 @@ def generate(
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
-    assistant: Annotated[str | None, typer.Option(help="Smaller model for speculative decoding; same text.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step, over a static cache.")] = False,
+    assistant: Annotated[str | None, typer.Option(help="Smaller model that drafts tokens for this one.")] = None,
+    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step (with a static cache).")] = False,
 ):
     """Continue a prompt and stream the text."""
     from diff_transformer.inference.generation import GenerationSettings

@@ -43,7 +43,7 @@ def compare(
             help="Folder or hub name of a pretrained Transformer: train it further, made differential and as it is.",
         ),
     ] = None,
-    corpus: Annotated[str | None, typer.Option(help="As --set data.corpus=...")] = None,
+    corpus: Annotated[str | None, typer.Option(help="Same as --set data.corpus=...")] = None,
     assignments: Set = None,
     seeds: Annotated[int, typer.Option(help="Pairs to train, one per seed; --resume may add some.")] = 1,
     jobs: Annotated[
@@ -73,7 +73,7 @@ def compare(
     ] = None,
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="100 steps and few prompts, where --set gives no others: minutes, no finding."),
+        typer.Option("--quick", help="100 steps and few prompts unless --set says otherwise: minutes, no finding."),
     ] = False,
     dry_run: DryRun = False,
     report: Annotated[

@@ -87,7 +87,7 @@ def _find(name: str) -> list[Source]:
         kind = KINDS.get(suffix_of(path)) or ("text" if not path.suffix else None)
         sources = [Source(str(path), kind, path.stat().st_size)] if kind and path.is_file() else []
     if not sources:
-        raise UserError(f"source {name!r} holds nothing that is read; give {ACCEPTED}")
+        raise UserError(f"source {name!r} has no file that can be read; give {ACCEPTED}")
     return sources
 
 

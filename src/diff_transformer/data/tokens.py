@@ -72,7 +72,7 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """
     tokenizer, expected = load_tokenizer(Path(folder) / TOKENIZER), read_plan(folder)["tokenizer"]["hash"]
     if (actual := tokenizer_hash(tokenizer)) != expected:
-        raise UserError(f"{Path(folder) / TOKENIZER} has hash {actual}, the shards were made with {expected}")
+        raise UserError(f"{Path(folder) / TOKENIZER} has hash {actual}, the shards were written with {expected}")
     return tokenizer
 
 

@@ -236,7 +236,7 @@ class _ForeignAttention:
         if other or rest or not (mask is None or (isinstance(mask, Tensor) and mask.dim() == 4)):
             what = f"with {', '.join(other)}" if other else "as the implementation it is set to calls it"
             raise UserError(
-                f"the attention of {type(module).__name__}, {what}, is not read here; load the model with "
+                f"the attention of {type(module).__name__}, {what}, is not supported; load the model with "
                 "attn_implementation='sdpa', or give another"
             )
         causal = kwargs.get("is_causal")

@@ -152,7 +152,7 @@ def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_see
     counts = {_fitting(task, length - answer, order_seeds) for length in lengths}
     most = max(shots, default=1)
     if most > len(task.pool):
-        raise UserError(f"{most} examples were asked for and {task.data.name} has {len(task.pool)} to show")
+        raise UserError(f"{most} examples were asked for, and {task.data.name} has {len(task.pool)} to show")
     if shots:
         lengths = [*lengths, answer + task.most_tokens(most, order_seeds)]
     check_length(task.lm, max(lengths), "the longest prompt")

@@ -118,13 +118,15 @@ def compare(
     if source is None:
         require_drawn(config)
         if arms:
-            raise UserError(f"arms are {', '.join(arms)}, which are of a pretrained model; give it, or variants")
+            raise UserError(f"arms are {', '.join(arms)}, which need a pretrained model; give a source, or variants")
         sides = [*PAIR, *(name for name in variants if name not in PAIR)]
     else:
         from diff_transformer.lab.uptrain import ARMS, USUAL, read_source
 
         if variants:
-            raise UserError(f"variants are {', '.join(variants)}, and a source has arms: {', '.join(ARMS)}")
+            raise UserError(
+                f"variants are {', '.join(variants)}, and a comparison from a source takes arms: {', '.join(ARMS)}"
+            )
         start = read_source(source, arms or USUAL)
         config, sides = start.configured(config), in_order(start.models)
         if start.no_control:

@@ -125,8 +125,7 @@ def require_drawn(config: RunConfig) -> None:
         )
     if not config.model:
         raise UserError(
-            f"recipe {config.name!r} says nothing of a model; give one to go on from: `diff-transformer compare --from "
-            "MODEL`"
+            f"recipe {config.name!r} sets no model; give one to go on from: `diff-transformer compare --from MODEL`"
         )
 
 

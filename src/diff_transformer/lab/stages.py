@@ -55,7 +55,7 @@ class Stage:
         object.__setattr__(self, "seeds", tuple(self.seeds))
         rates = self.rates.values() if isinstance(self.rates, Mapping) else [self.rates]
         if "{rate" in self.folder and any(isinstance(rate, str) for rate in rates):
-            raise UserError(f"folder is {self.folder!r}, and a sweep is yet to choose a rate; leave {{rate}} out")
+            raise UserError(f"folder is {self.folder!r}, but a sweep chooses the rate; leave {{rate}} out")
 
     def specs(self, swept: Choices) -> list[RunSpec]:
         """The runs, at the rates that sweeps chose.

@@ -118,7 +118,7 @@ class Attention(nn.Module):
             causal = self.is_causal if is_causal is None else is_causal
             visible = self._visible(attention_mask, causal, cache)
         if visible.documents is not None and with_maps:
-            raise UserError("packed documents came with attention maps as output, which are not computed for them")
+            raise UserError("attention maps are not computed for packed documents; leave output_attentions out")
         if cache is not None:
             k, v = update_cache(cache, k, v, self.layer_idx)
         out = self.o_proj(self.core(q, k, v, visible, hidden_states=hidden_states).flatten(2))
@@ -183,7 +183,7 @@ class Attention(nn.Module):
             )
         if self.rope_theta is None:
             if position_ids is not None:
-                raise UserError("position_ids came to a layer without rotary embedding; build it with rope_theta")
+                raise UserError("position_ids was given to a layer without rotary embedding; build it with rope_theta")
             return None
         if position_ids is None:
             start = cache.get_seq_length(self.layer_idx) if cache is not None else 0

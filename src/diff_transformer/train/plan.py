@@ -159,7 +159,7 @@ def vocabulary_size(config: RunConfig) -> int:
     if "vocab_size" in config.model:
         return config.model["vocab_size"]
     if config.train.initial_model is None:
-        raise UserError("nothing says what the model is; give train.initial_model, a folder, or model.vocab_size")
+        raise UserError("the configuration sets no model; give train.initial_model, a folder, or model.vocab_size")
     return saved_settings(model_folder(config.train.initial_model)).vocab_size
 
 
@@ -194,7 +194,7 @@ def _saved_model(config: RunConfig, folder: Path) -> Any:
     if wrong := [name for name, value in config.model.items() if counted[name] != value]:
         raise UserError(
             f"config.model has {', '.join(wrong)}, and the {saved.model_type!r} model in {folder} keeps its own "
-            "configuration; leave them out, or with them the recipe (`--recipe uptrain` says nothing of a model)"
+            "configuration; leave them out, or with them the recipe (`--recipe uptrain` sets no model)"
         )
     _check_class(config, folder)
     return saved
@@ -213,7 +213,7 @@ def saved_settings(folder: Path) -> Any:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
     except (ValueError, OSError) as error:
         raise UserError(
-            f"train.initial_model is {folder}, whose config.json transformers does not read ({first_line(error)})"
+            f"train.initial_model is {folder}, whose config.json transformers cannot read ({first_line(error)})"
         ) from None
 
 
@@ -251,4 +251,4 @@ def check_trainable(folder: Path, model: Any) -> None:
     if more and not reason:
         reason = f"its logits are more than a product with the output matrix ({listed(more)})"
     if reason:
-        raise UserError(f"{folder} is not trained here: {reason}")
+        raise UserError(f"{folder} cannot be trained: {reason}")

@@ -31,7 +31,9 @@ def _item(row: dict, source: str) -> MultipleChoiceItem:
         endings, label = tuple(map(_clean, row["endings"])), int(row["label"])
         return MultipleChoiceItem(_clean(context), endings, range(len(endings)).index(label))
     except (KeyError, TypeError, ValueError, IndexError) as error:
-        raise UserError(f"a row of {source} is not one of HellaSwag, {{ctx, endings, label}} ({error!r})") from None
+        raise UserError(
+            f"a row of {source} is not in the format of HellaSwag, {{ctx, endings, label}} ({error!r})"
+        ) from None
 
 
 def _clean(text: str) -> str:
