@@ -86,9 +86,9 @@ def test_a_claim_holds_where_its_whole_interval_is_on_its_side():
     found = outcomes(comparison(explorer=False))
     assert found["loss"].outcome is Outcome.HELD
     assert found["recall"].outcome is Outcome.HELD
-    assert found["logits"].outcome is Outcome.UNDECIDED  # a largest value has no interval
+    assert found["logits"].outcome is Outcome.INCONCLUSIVE  # a largest value has no interval
     assert found["needle_n1_r1"].outcome is Outcome.HELD  # no difference is no worse
-    assert found["needle_n2_r1"].outcome is Outcome.UNDECIDED
+    assert found["needle_n2_r1"].outcome is Outcome.INCONCLUSIVE
     assert (found["loss"].few, found["loss"].holm) == (True, None)
     swapped = [
         {**each, "side": {"diff": "softmax", "softmax": "diff"}.get(each["side"], each["side"])}
@@ -108,7 +108,7 @@ def test_a_run_that_diverged_leaves_no_fair_sample():
     rows = comparison(seeds=(0, 1, 2))
     rows.append(row("about", "softmax", 1, "demo", of="run", example="diverged", key="diverged", value="step 7"))
     verdict = outcomes(rows)["loss"]
-    assert (verdict.outcome, verdict.untested) == (Outcome.UNDECIDED, "training diverged with seed 1")
+    assert (verdict.outcome, verdict.untested) == (Outcome.INCONCLUSIVE, "training diverged with seed 1")
     assert sorted(verdict.ours_by_seed) == [0, 2]
 
 
@@ -119,7 +119,7 @@ def test_seeds_that_were_not_run_do_not_spoil_the_others():
 
 def test_a_transformer_that_recalls_nothing_cannot_test_recall():
     found = outcomes(comparison())
-    assert found["ar_hit"].outcome is Outcome.UNDECIDED
+    assert found["ar_hit"].outcome is Outcome.INCONCLUSIVE
     assert "does not recall there" in found["ar_hit"].untested
 
 
@@ -139,7 +139,7 @@ def test_measurements_with_other_settings_are_not_judged_against_each_other(expe
              for side, value in zip(("diff", "softmax"), values, strict=True)]  # fmt: skip
     verdict = outcomes(rows)[id]
     assert verdict.untested == f"measured with other settings: {key} {values[0]} and {values[1]}"
-    assert verdict.outcome is Outcome.UNDECIDED
+    assert verdict.outcome is Outcome.INCONCLUSIVE
 
 
 def test_numbers_that_are_not_finite_decide_nothing():
@@ -153,7 +153,7 @@ def test_numbers_that_are_not_finite_decide_nothing():
     zero = [row("throughput", side, example=i, train_tokens_per_second=speed)
             for side, speed in (("diff", 5.0), ("softmax", 0.0)) for i in range(3)]  # fmt: skip
     verdict = judge(Rows(zero), "diff", ["softmax"])["throughput"]["softmax"]
-    assert (verdict.outcome, verdict.untested) == (Outcome.UNDECIDED, "the other model's number is 0")
+    assert (verdict.outcome, verdict.untested) == (Outcome.INCONCLUSIVE, "the other model's number is 0")
 
 
 def test_an_example_that_one_seed_lacks_is_left_out_of_all():
@@ -167,4 +167,4 @@ def test_equal_differences_in_every_seed_are_no_certainty():
     rows = [row("recall", side, seed, example=0, length=8, hits=hits, questions=8)
             for side, hits in (("diff", 8), ("softmax", 4)) for seed in range(3)]  # fmt: skip
     verdict = judge(Rows(rows), "diff", ["softmax"])["recall"]["softmax"]
-    assert (verdict.outcome, verdict.difference.p) == (Outcome.UNDECIDED, 0.25)
+    assert (verdict.outcome, verdict.difference.p) == (Outcome.INCONCLUSIVE, 0.25)

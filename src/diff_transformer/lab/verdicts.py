@@ -16,7 +16,7 @@ class Outcome(StrEnum):
 
     HELD = "held"
     FAILED = "did not hold"
-    UNDECIDED = "undecided"
+    INCONCLUSIVE = "inconclusive"
 
 
 @dataclass(frozen=True)
@@ -106,7 +106,7 @@ def _judge(rows: Rows, quantity: Quantity, ours: str, other: str, gone: set) -> 
         untested = f"{len(values) - len(known)} of {len(values)} seeds have no number of it"
     elif not np.isfinite(difference.mean):
         untested = "the other model's number is 0"
-    outcome = Outcome.UNDECIDED if untested else _outcome(quantity, difference)
+    outcome = Outcome.INCONCLUSIVE if untested else _outcome(quantity, difference)
     a, b = ({seed: values[seed][place] for seed in known} for place in (0, 1))
     return Verdict(quantity, ours, other, a, b, difference, outcome, untested)
 
@@ -123,7 +123,7 @@ def _other_settings(rows: Rows, experiment: str, ours: str, other: str) -> str:
 def _outcome(quantity: Quantity, difference: Difference) -> Outcome:
     low, high = difference.low, difference.high
     if difference.seeds >= SEEDS_FOR_AN_INTERVAL and low == high:  # equal in every seed, which is no certainty
-        return Outcome.UNDECIDED
+        return Outcome.INCONCLUSIVE
     if low is None or high is None or not quantity.better or low <= quantity.threshold <= high:
-        return Outcome.UNDECIDED
+        return Outcome.INCONCLUSIVE
     return Outcome.HELD if (low > quantity.threshold) == (quantity.better == "higher") else Outcome.FAILED

@@ -241,7 +241,7 @@ def _forest_row(verdict: Any, sides: Sides) -> dict[str, Any]:
     mean, low, high = (None if end is None else float(np.clip(sign * end / scale, -1, 1)) for end in ends)
     claim = f"{quantity.claim}{' (not the paper’s)' if quantity.ours else ''}"
     words = f"{claim}: {difference.mean:+.4g} against the {sides[verdict.other]}"
-    decided = verdict.outcome != Outcome.UNDECIDED
+    decided = verdict.outcome != Outcome.INCONCLUSIVE
     return {
         "claim": claim, "name": sides[verdict.other], "mean": mean, "low": low, "high": high, "decided": decided,
         "words": words,

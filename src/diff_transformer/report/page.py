@@ -270,7 +270,7 @@ def _terminal_cell(verdict: Verdict | None) -> str:
     difference, relative = verdict.difference, verdict.quantity.relative
     scale, unit = (100, " %") if relative else (1, "")
     outcome = "not tested" if verdict.untested else verdict.outcome.value
-    text = f"{words.number(scale * difference.mean, True)}{unit}  {outcome}"
+    text = f"{words.number(scale * difference.mean, True)}{unit} {outcome}"
     if difference.low is None or difference.high is None:
         return text
     low, high = (words.number(scale * end, True) for end in (difference.low, difference.high))

@@ -10,7 +10,7 @@ from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, diverged
 
 PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
 _THAN = {
-    Outcome.HELD: "better than", Outcome.FAILED: "worse than", Outcome.UNDECIDED: "not distinguishable from",
+    Outcome.HELD: "better than", Outcome.FAILED: "worse than", Outcome.INCONCLUSIVE: "not distinguishable from",
 }  # fmt: skip
 DEFINITIONS = {
     "Loss": "mean cross-entropy of the next token on held-out text, in nats a token.",
@@ -68,7 +68,7 @@ def sentence(verdicts: Verdicts, other: str, name: str) -> str:
     untested = sum(bool(verdict.untested) for verdict in judged)
     others = {
         "did not hold": failed,
-        "stayed undecided": len(judged) - held - failed - untested,
+        "remained inconclusive": len(judged) - held - failed - untested,
         "could not be tested": untested,
     }
     seeds = max(verdict.difference.seeds for verdict in judged)  # speed has one
