@@ -137,6 +137,8 @@ def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(m
     assert needle.record is None
     assert "99999" in needle.error
     assert outliers.record.rows.about("outliers")["tokens"] == 64
+    smaller = dataclasses.replace(plan, assignments=["outliers.length=64"], batch_size=2)  # as for want of memory
+    assert [of.path == outliers.path for of in run_suite(smaller, tmp_path / "out", resume=True)] == [False, True]
 
 
 @pytest.mark.parametrize(

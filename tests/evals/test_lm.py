@@ -329,7 +329,7 @@ def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts
         ("allocation", {"length": 240}, 5 + 5 * 2 * 4),
         ("outliers", {"length": 100}, 1 + 2 * 6 + 2 * 2 * 2),
         ("associative_recall", {"length": 100}, 1),
-        ("quantization", {"length": 50, "rows": 1, "granularity": "head", "bits": [8, 4]}, 2 * (1 + 1)),
+        ("quantization", {"length": 50, "rows": 1, "bits": [8, 4]}, 2 * (1 + 1)),
     ],
 )
 def test_experiments_run_on_a_text_of_one_s_own_and_within_the_positions(name, settings, rows, family, tmp_path):

@@ -1,4 +1,4 @@
-"""Quantised logits: rounding by hand, each granularity against a slow formula, and models with known answers."""
+"""Quantised logits: rounding by hand, their scale against a slow formula, and models with known answers."""
 
 import json
 
@@ -9,7 +9,6 @@ from tiny_models import tiny_lm
 
 from diff_transformer.data.tasks.types import MultipleChoiceItem
 from diff_transformer.evals.attention_call import AttentionCall
-from diff_transformer.evals.attention_tap import changed_logits
 from diff_transformer.evals.quantization import (
     Settings,
     absmax,
@@ -47,41 +46,26 @@ def test_rounding_by_hand():
         assert len(quantise(torch.linspace(-1, 1, 200_000), torch.tensor(1.0), bits).unique()) == 2**bits - 1
 
 
-@pytest.mark.parametrize("granularity", ["row", "head", "tensor"])
-def test_scales_by_a_loop(granularity, monkeypatch):
+def test_scales_by_a_loop(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     q1, q2, k1, k2 = (torch.randn(2, 3, 9, 4, generator=generator) * size for size in (1, 5, 1, 5))
     mask = torch.ones(2, 1, 9, 9, dtype=torch.bool).tril()
     mask[0, :, :, :3] = False  # padding on the left
     call = AttentionCall(0, q1, k1, 0.5, mask, False, q2, k2, torch.tensor(0.3))
     monkeypatch.setattr(AttentionCall.blocks, "__defaults__", (100,))
-    change = absmax(4, granularity)(call)
+    change = absmax(4)(call)
     blocks = [change(call.logits(rows), call.allowed(rows)) for rows in call.blocks()]
     found = [torch.cat(parts, dim=2) for parts in zip(*blocks, strict=True)]
     assert len(list(call.blocks())) > 3
     both = [0.5 * q1 @ k1.mT, 0.5 * q2 @ k2.mT]
     for which, logits in enumerate(both):
         for b in range(2):
+            seen = mask[b, 0]
+            largest = max(x[b, i][seen].abs().max() for x in both for i in range(3))
             for h in range(3):
                 for t in range(3 if b == 0 else 0, 9):
-                    seen = mask[b, 0]
-                    if granularity == "row":
-                        largest = logits[b, h, t][seen[t]].abs().max()
-                    elif granularity == "head":
-                        largest = logits[b, h][seen].abs().max()
-                    else:
-                        largest = max(x[b, i][seen].abs().max() for x in both for i in range(3))
                     expected = (logits[b, h, t] / (largest / 7)).round() * largest / 7
                     torch.testing.assert_close(found[which][b, h, t][seen[t]], expected[seen[t]])
-
-
-def test_a_row_s_scale_does_not_know_the_future_and_a_tensor_s_does():
-    lm = make("softmax")
-    ids = torch.randint(0, 256, (1, 60), generator=torch.Generator().manual_seed(5))
-    for granularity, equal in (("row", True), ("tensor", False)):
-        with changed_logits(lm.model, absmax(4, granularity)), torch.inference_mode():
-            whole, half = lm.model(ids).logits[:, :30], lm.model(ids[:, :30]).logits
-        assert torch.allclose(whole, half, atol=1e-5) == equal
 
 
 def test_an_experiment_on_every_kind_of_model(lm):
@@ -97,10 +81,9 @@ def test_an_experiment_on_every_kind_of_model(lm):
     assert torch.equal(lm.model(ids).logits, before)
 
 
-@pytest.mark.parametrize("granularity", ["row", "tensor"])
-def test_log_probabilities_are_those_of_the_whole_sequence(granularity):
+def test_log_probabilities_are_those_of_the_whole_sequence():
     lm = make("llama")
-    result = evaluate_quantization(lm, TASKS, settings=Settings(bits=(16,), granularity=granularity))
+    result = evaluate_quantization(lm, TASKS, settings=Settings(bits=(16,)))
     for row, task in zip(result.rows, TASKS, strict=True):
         exact = []
         for choice in task.choices:
@@ -164,7 +147,6 @@ def test_the_command(tmp_path):
     rows = [{"ctx": f"Number {i} is", "endings": ["one.", "two."], "label": i % 2} for i in range(5)]
     (tmp_path / "set.jsonl").write_text("\n".join(map(json.dumps, rows)))
     options = {"data": str(tmp_path / "set.jsonl"), "corpus": str(text), "length": 50, "samples": 2}
-    settings = settings_of("quantization", options, ["rows=2", "bits=[8, 4]", "granularity=head"])
+    settings = settings_of("quantization", options, ["rows=2", "bits=[8, 4]"])
     result = measured("quantization", make("diff"), settings, tmp_path / "out.jsonl.gz")
     assert len(result.rows) == 2 * (2 + 2)
-    assert result.about["granularity"] == "head"

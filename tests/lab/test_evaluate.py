@@ -5,12 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tiny_models import save_tiny_model
+from tiny_models import save_tiny_model, tiny_lm
 from typer.testing import CliRunner
 
 from diff_transformer.cli import app
 from diff_transformer.errors import UserError
+from diff_transformer.evals.samples import Samples
 from diff_transformer.lab import evaluate
+from diff_transformer.lab.announce import amount
 from diff_transformer.lab.evaluate import (
     Plan,
     check_models,
@@ -56,7 +58,7 @@ def test_settings_made_in_python_are_checked_too(samples, tmp_path):
         ("needle", "cells=[[2,3]]", r"give a pair \[N, R\] of needles and cities asked for, with R from 1 to N"),
         ("ruler", "tasks=[]", r"ruler.tasks is \[\]; tuple should have at least 1 item"),
         ("quantization", "bits=[16,1]", "quantization.bits.1 is 1; input should be greater than or equal to 2"),
-        ("quantization", "granularity=column", "input should be 'tensor', 'head' or 'row'"),
+        ("needle", "scoring=column", "input should be 'next' or 'search'"),
     ],
 )
 def test_a_value_that_a_setting_does_not_accept_is_named(name, assignment, message):
@@ -102,6 +104,28 @@ def test_a_file_that_is_no_experiment_is_said(tmp_path):
         experiment(str(tmp_path / "nothing.py"))
     with pytest.raises(ValueError, match=r"no experiment '.*absent\.py'.*, a file of Python, or all"):
         experiment(str(tmp_path / "absent.py"))
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("needle", {"lengths": (300, 260), "cells": ((2, 2), (1, 1)), "depths": (0.0, 1.0)}),
+        ("many_shot", {"shots": (1, 2), "order_seeds": 2}), ("many_shot", {"lengths": (280, 400), "order_seeds": 1}),
+        ("hallucination", {"summary_tokens": 2, "answer_tokens": 2}), ("recall", {}),
+        ("quantization", {"rows": 2, "length": 40, "bits": (8, 4)}), ("gradient_flow", {"length": 20, "batch_size": 2}),
+        ("anatomy", {"length": 20}), ("harness", {"data": "python"}),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("family", ["diff", "gpt2"])
+def test_the_announced_prompts_are_those_of_the_bar(name, given, family):
+    if name == "harness":
+        pytest.importorskip("lm_eval")
+    lm, seen = tiny_lm(family, positions=900), {}
+    settings = settings_of(name, given | {"samples": 3})
+    experiment(name).run(lm, settings, Samples(lambda part, done, total: seen.update({part: (done, total)})))
+    announced, _ = amount(Plan([name], ["m"], options=given | {"samples": 3}), name, lm.model.config)
+    done, total = map(sum, zip(*seen.values(), strict=True))
+    assert done == total == announced * (4 if name == "harness" else 1)  # which scores each choice
 
 
 def test_every_model_has_a_name_of_its_own(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import pytest
 from made_rows import comparison, model
 
 from diff_transformer.lab.quantities import QUANTITIES, best_minus_worst, needle, registered
-from diff_transformer.lab.rows import Rows, row
+from diff_transformer.lab.rows import Rows, row, told
 from diff_transformer.lab.verdicts import Outcome, judge
 
 SHOTS = ["shots", "order", "order_seed", "score"]
@@ -131,15 +131,21 @@ def test_other_examples_are_not_paired():
 @pytest.mark.parametrize(
     ("experiment", "id", "key", "values"),
     [("needle", "needle_n1_r1", "length", (64, 128)), ("needle", "needle_n1_r1", "depths", ([0.5], [0.0, 1.0])),
-     ("allocation", "answer", "part", ("all", "validation"))],
+     ("allocation", "answer", "part", ("all", "validation")), ("recall", "recall", "pairs", (2, 8))],
 )  # fmt: skip
 def test_measurements_with_other_settings_are_not_judged_against_each_other(experiment, id, key, values):
     rows = [row for row in comparison() if not (row["experiment"] == "about" and row.get("of") == experiment)]
     rows += [row("about", side, 0, "demo", of=experiment, example=key, key=key, value=value)
              for side, value in zip(("diff", "softmax"), values, strict=True)]  # fmt: skip
     verdict = outcomes(rows)[id]
-    assert verdict.untested == f"measured with other settings: {key} {values[0]} and {values[1]}"
+    assert verdict.untested == f"measured with other settings: {key} {told(values[0])} and {told(values[1])}"
     assert verdict.outcome is Outcome.INCONCLUSIVE
+
+
+def test_settings_are_told_without_brackets():
+    assert [told(value) for value in ((0.0, 0.25), [[1, 1], [4, 2]], True, 128, 1e-5)] == [
+        "0, 0.25", "(1, 1), (4, 2)", "True", "128", "1e-05",
+    ]  # fmt: skip
 
 
 def test_numbers_that_are_not_finite_decide_nothing():

@@ -90,6 +90,7 @@ def heads_of(*sides):
         (comparison(("softmax", "llama", "gpt", "qwen")), "4 models measured; none is the baseline of another"),
         (comparison(("llama", "gpt")), "2 models measured; none is the baseline of another"),
         (comparison(seeds=(0, 1, 2)), "After Holm's correction"),
+        ([row("quantization_choice", "m", example=i, bits=4, score=1.0) for i in range(3)], "Right choices with"),
         (heads_of("diff", "softmax"), "2 models measured; the paper claims nothing about these measurements."),
         ([row("mine", "m", example=i, score=i % 2) for i in range(9)], "1 model measured"),
     ],
@@ -219,8 +220,9 @@ def test_nothing_is_written_over_and_no_rows_are_refused(tmp_path):
 def test_sweeps_are_no_seeds_of_a_study():
     rows = [*comparison(seeds=(0, 1)), *model("diff", 100, "sweep/lr1"), *model("softmax", 100, "sweep/lr1")]
     assert "<dd>2</dd>" in re.search(r"<dt>Training seeds</dt>(.*?)</div>", render(Rows(rows)))[0]
-    with pytest.raises(UserError, match="only sweeps of learning rates are finished"):
-        render(Rows(model("diff", setting="sweep/lr1")))
+    for setting in ("sweep/lr1", "mine/large"):  # alone; called so by its user
+        assert "<h1>DIFF against its matched" in render(Rows(comparison(setting=setting)))
+        assert markdown(Rows(comparison(setting=setting)), ["loss"]).startswith(f"**{setting}**")
 
 
 def test_every_claim_that_is_not_tested_says_why():

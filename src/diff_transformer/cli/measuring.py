@@ -63,7 +63,7 @@ def evaluate(
     dry_run: DryRun = False,
 ):
     """Run an experiment, or all of them, on any causal language model."""
-    from diff_transformer.lab.announce import amount, announced_experiments
+    from diff_transformer.lab.announce import announced_experiments
     from diff_transformer.lab.evaluate import Plan, names_of
 
     computing()
@@ -73,10 +73,10 @@ def evaluate(
         names_of(name), models or [], options=options, assignments=assignments or [], quick=quick, device=device,
         dtype=dtype, batch_size=batch_size,
     )  # fmt: skip
-    print(announced_experiments(plan))
+    announced, prompts = announced_experiments(plan)
+    print(announced)
     if dry_run:
         return
-    prompts = sum(amount(plan, name)[0] or 0 for name in plan.names) * len(plan.models)
     with resumable(out, lambda: any(out.glob("*/*.jsonl*"))), _bar(prompts) as bar:
         failed = _evaluate(plan, out, resume, bar)
     if failed:

@@ -13,6 +13,7 @@ Table 3 does not say whether heads are averaged before or after magnitudes are t
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,8 +56,8 @@ class Settings:
 QUICK = {"length": 124, "samples": 4, "digits": 1}
 
 
-def amount(settings: Settings) -> tuple[int, int]:
-    """Prompts, and their tokens in all."""
+def amount(settings: Settings, config: Any) -> tuple[int, int]:
+    """Prompts, and their tokens in all, on any model."""
     prompts = len(settings.depths) * settings.samples
     return prompts, prompts * settings.length
 

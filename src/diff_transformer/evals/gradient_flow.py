@@ -9,6 +9,7 @@ shared weights. A test of this file checks the appendix's closed forms against a
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -52,6 +53,12 @@ class Settings:
 QUICK: dict = {"length": 128, "samples": 16}
 
 
+def amount(settings: Settings, config: Any) -> tuple[int, int]:
+    """Rows of all states, and their tokens."""
+    rows = len(_states(config)) * settings.samples
+    return rows, rows * settings.length
+
+
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Gradient flow with ``settings``."""
     ids, part = text_rows(lm, settings, settings.samples)
@@ -82,14 +89,12 @@ def evaluate_gradient_flow(
     """
     batch_size, seed = settings.batch_size, settings.seed
     rows: list[dict] = []
-    batches = [ids[start : start + batch_size] for start in range(0, len(ids), batch_size)]
-    states = [("model", None)]
-    if _has_pair(lm.model.config):
-        states += [(f"init_{attention}", attention) for attention in ("diff", "softmax")]
-    for state, attention in states:
+    for state, attention in _states(lm.model.config).items():
         model = lm.model if attention is None else _at_init(lm, attention, seed)
-        weights = attention_weights(model)
-        measured = samples.rows(state, batches, lambda b, m=model, w=weights: [gradient_sizes(m, w, x) for x in b])
+        sizes = partial(gradient_sizes, model, attention_weights(model))
+        measured = samples.rows(
+            state, [*ids], lambda batch, of=sizes: [of(torch.stack([*batch]))], batch_size=batch_size
+        )
         rows += [
             {"example": batch, "state": state, "part": part, "layer": layer, "rms": rms, "loss": of["loss"]}
             for batch, of in enumerate(measured)
@@ -181,11 +186,15 @@ def gradient_sizes(model: nn.Module, weights: Sequence[dict[str, list[Weight]]],
     return {"loss": loss.item(), "rms": sizes}
 
 
-def _has_pair(config: Any) -> bool:
-    """True if a model of this package is of a pair: a Transformer with an odd number of heads is not."""
-    if getattr(config, "model_type", "") != "diff_transformer":
-        return False
-    return config.attention != "softmax" or not (config.num_attention_heads % 2 or config.num_key_value_heads % 2)
+def _states(config: Any) -> dict[str, str | None]:
+    """The states that are measured, each with the attention of its new model; None is the model as given.
+
+    A model of this package is of a pair, unless it is a Transformer with an odd number of heads.
+    """
+    of_pair = getattr(config, "model_type", "") == "diff_transformer" and (
+        config.attention != "softmax" or not (config.num_attention_heads % 2 or config.num_key_value_heads % 2)
+    )
+    return {"model": None} | ({"init_diff": "diff", "init_softmax": "softmax"} if of_pair else {})
 
 
 def _at_init(lm: CausalLM, attention: str, seed: int) -> nn.Module:

@@ -10,6 +10,7 @@ cut at its end; the row says so, and the judge sees the same part as the model.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from diff_transformer.data.tasks.grounded import UNANSWERABLE, load_grounded
 from diff_transformer.data.tasks.types import GroundedItem
@@ -47,6 +48,12 @@ class Settings:
     chat_template: bool = False
     # Seed of the draw of items.
     seed: Seed = 0
+
+
+def amount(settings: Settings, config: Any) -> tuple[int, None]:
+    """Items, at most; "python" is two sets."""
+    sets = settings.data.split(",")
+    return (len(sets) + sets.count("python")) * settings.samples, None
 
 
 def run(lm, settings: Settings, samples: Samples) -> Result:

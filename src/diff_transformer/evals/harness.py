@@ -66,6 +66,12 @@ class Settings:
     seed: Seed = 1234
 
 
+def amount(settings: Settings, config: Any) -> tuple[int | None, None]:
+    """Items of all tasks, at most; None for whole tasks."""
+    tasks = len(settings.tasks) if settings.data == "hub" else 1
+    return settings.samples and tasks * settings.samples, None
+
+
 def run(lm, settings: Settings, samples: Samples) -> Result:
     """Load the tasks and evaluate."""
     if settings.data == "hub":

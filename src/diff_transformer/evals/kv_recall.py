@@ -10,6 +10,8 @@ model has to find the value of that key.
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,8 +25,8 @@ from diff_transformer.data.kv_recall_task import (
 )
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.evals.allocation import attention_shares
-from diff_transformer.evals.lm import CausalLM, check_length, max_positions
-from diff_transformer.evals.samples import Samples
+from diff_transformer.evals.lm import CausalLM, check_length, max_positions, rows_at_once
+from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
@@ -57,19 +59,31 @@ class Settings:
 QUICK = {"samples": 32}
 
 
+def amount(settings: Settings, config: Any) -> tuple[int, int]:
+    """Rows of all lengths, and their tokens."""
+    times = [1, *_longer(settings.length, getattr(config, "max_position_embeddings", None))]
+    return len(times) * settings.samples, sum(times) * settings.length * settings.samples
+
+
+def _longer(length: int, positions: int | None) -> list[int]:
+    """The multiples of ``LONGER`` that a model with so many positions supports."""
+    return [times for times in LONGER if times * length <= (positions or math.inf)]
+
+
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     """Key-value recall with ``settings``, at the length and at longer ones."""
     vocabulary = recall_vocabulary(lm.tokenizer, settings.symbols, settings.noise_symbols)
     task = RecallTask(settings.length, settings.pairs, settings.questions, settings.distractors)
     task.check(vocabulary)
-    longer = [times for times in LONGER if times * settings.length <= (max_positions(lm) or math.inf)]
-    return evaluate_recall(lm, vocabulary, task, rows=settings.samples, longer=longer, seed=settings.seed)
+    longer = _longer(settings.length, max_positions(lm))
+    return evaluate_recall(lm, vocabulary, task, samples, rows=settings.samples, longer=longer, seed=settings.seed)
 
 
 def evaluate_recall(
     lm: CausalLM,
     vocabulary: RecallVocabulary,
     task: RecallTask,
+    samples: Samples = ALL,
     *,
     rows: int = 256,
     longer: Sequence[int] = LONGER,
@@ -94,7 +108,9 @@ def evaluate_recall(
         scaled = replace(task, length=times * task.length)
         check_length(lm, scaled.length, "a row")
         batch = make_recall_batch(evaluation_rng(seed, "recall", times), vocabulary, scaled, rows)
-        hits = _hits(lm, batch)  # [rows, questions]
+        size = rows_at_once(lm, scaled.length)
+        found = samples.rows(f"{scaled.length} tokens", range(rows), partial(_hits, lm, batch), batch_size=size)
+        hits = np.stack([row["hits"] for row in found])  # [rows, questions]
         same = {"length": scaled.length, "questions": hits.shape[1]}
         rows_of_lengths += [{"example": place, **same, "hits": hit} for place, hit in enumerate(hits.sum(1).tolist())]
         if times == 1:
@@ -106,10 +122,12 @@ def evaluate_recall(
     return Result("recall", rows_of_lengths + first, {"chance": 1 / task.pairs})
 
 
-def _hits(lm: CausalLM, rows: RecallRows) -> np.ndarray:
-    guesses = lm.predictions(torch.from_numpy(rows.ids)).numpy()
-    right = np.take_along_axis(rows.ids, rows.answers, axis=1)
-    return np.take_along_axis(guesses, rows.answers - 1, axis=1) == right
+def _hits(lm: CausalLM, rows: RecallRows, places: Sequence[int]) -> list[dict]:
+    """Which questions of the rows at ``places`` the model answers right."""
+    ids, answers = rows.ids[[*places]], rows.answers[[*places]]
+    guesses = lm.predictions(torch.from_numpy(ids)).numpy()
+    right = np.take_along_axis(guesses, answers - 1, axis=1) == np.take_along_axis(ids, answers, axis=1)
+    return [{"hits": of_row} for of_row in right]
 
 
 def _attention(

@@ -15,6 +15,7 @@ ones among them. The examples' tokens are read once per order, whatever the numb
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -56,6 +57,12 @@ class Settings:
 
 
 QUICK = {"samples": 16, "order_seeds": 3}
+
+
+def amount(settings: Settings, config: Any) -> tuple[int, None]:
+    """Questions after each number of examples, at most, and each order of the largest."""
+    shots, lengths = _sizes(settings.shots, settings.lengths, getattr(config, "max_position_embeddings", None))
+    return (len({*shots}) + len({*lengths}) - 1 + len(ORDERS) * settings.order_seeds) * settings.samples, None
 
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
@@ -143,11 +150,17 @@ def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[La
     return [of_class[turn] for turn in range(rounds) for of_class in turns if turn < len(of_class)]
 
 
+def _sizes(shots: Sequence[int], lengths: Sequence[int], positions: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """The numbers of examples and the prompt lengths to measure at."""
+    if shots or lengths:
+        return shots, lengths
+    top = min(positions or LONGEST, LONGEST)
+    return (1,), [*(_SHORTEST << i for i in range(20) if _SHORTEST << i < top), top]
+
+
 def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_seeds: int) -> list[int]:
     """Numbers of examples to measure at, ascending."""
-    if not shots and not lengths:
-        top = min(max_positions(task.lm) or LONGEST, LONGEST)
-        shots, lengths = (1,), [*(_SHORTEST << i for i in range(20) if _SHORTEST << i < top), top]
+    shots, lengths = _sizes(shots, lengths, max_positions(task.lm))
     answer = task.answer_tokens()
     counts = {_fitting(task, length - answer, order_seeds) for length in lengths}
     most = max(shots, default=1)

@@ -80,8 +80,8 @@ class Settings:
 QUICK = {"length": 128, "cells": ((1, 1),), "samples": 8, "digits": 1}
 
 
-def amount(settings: Settings) -> tuple[int, int]:
-    """Prompts, and their tokens in all."""
+def amount(settings: Settings, config: Any) -> tuple[int, int]:
+    """Prompts, and their tokens in all, on any model."""
     lengths = lengths_of(settings)
     prompts = len(settings.cells) * len(settings.depths) * settings.samples
     return prompts * len(lengths), prompts * sum(lengths)

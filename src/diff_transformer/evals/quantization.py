@@ -2,19 +2,16 @@
 
     step = max |logits| / (2^(bits-1) - 1)          logits -> step * round(logits / step), before the softmax
 
-Quantisation is dynamic: the maximum is that of the current logits. The paper does not say over which of them;
-``granularity`` does here:
-
-    "tensor"   all heads and both maps of a layer, for one example: one large logit coarsens the grid of all others
-    "head"     all queries of one head's map, for one example
-    "row"      the keys that one query may attend to: causal, and independent of how many tokens a call computes
+Quantisation is dynamic: the maximum is that of the current logits. The paper does not say over which of them; here over
+all heads and both maps of a layer, for one example, so that one large logit coarsens the grid of all others. It depends
+on the tokens that one call computes: the context is read in one pass and each ending in another.
 
 Both maps of differential attention are quantised. The softmax and everything after it are unchanged.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
 import numpy as np
 import torch
@@ -33,7 +30,6 @@ from diff_transformer.evals.types import Result
 from diff_transformer.settings import NonNegativeInt, PositiveInt, Seed
 
 BITS = (16, 8, 6, 4)
-Granularity = Literal["tensor", "head", "row"]
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,16 @@ class Settings:
     length: PositiveInt = 1024
     # Bits of a logit, 2 to 16.
     bits: Annotated[tuple[Annotated[int, Field(ge=2, le=16)], ...], Field(min_length=1)] = BITS
-    # The logits that share a scale: "tensor", "head" or "row".
-    granularity: Granularity = "tensor"
     # Seed of the choice of rows, and of the order of tasks from "python" or the hub.
     seed: Seed = 0
 
 
 QUICK = {"samples": 24, "rows": 8, "length": 128}
+
+
+def amount(settings: Settings, config: Any) -> tuple[int, None]:
+    """Tasks, at most, and rows of text, each with every number of bits."""
+    return len(settings.bits) * (settings.samples + settings.rows), None
 
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
@@ -87,8 +86,7 @@ def evaluate_quantization(
     Args:
         tasks: the answer is the ending with the highest log-probability: in total, and per character.
         ids: rows of text ``[rows, T]`` for the loss, or None.
-        settings: ``bits`` and ``granularity``. Granularities "head" and "tensor" depend on the tokens that one call
-            computes, so the context is read in one pass and each ending in another.
+        settings: ``bits``.
 
     Returns:
         For each number of bits, a row for each row of text with its mean ``loss``; in the table ``quantization_choice``
@@ -98,17 +96,15 @@ def evaluate_quantization(
     Raises:
         UserError: for a text longer than the model supports.
     """
-    alone = settings.granularity != "row"
-    numbered, size = list(enumerate(tasks)), 1 if alone else max(1, lm.batch_size // 4)
     if ids is not None:
         check_length(lm, ids.shape[1], "a row")
     rows: list[dict] = []
     for bits in settings.bits:
-        plan = absmax(bits, settings.granularity)
+        plan = absmax(bits)
 
         def choices(batch: Sequence[tuple[int, MultipleChoiceItem]], bits: int = bits, plan=plan) -> list[dict]:
             with changed_logits(lm.model, plan):
-                return _choices(lm, batch, bits, alone)
+                return _choices(lm, batch, bits)
 
         def losses(numbers: Sequence[int], bits: int = bits, plan=plan) -> list[dict]:
             assert ids is not None
@@ -116,7 +112,7 @@ def evaluate_quantization(
                 means = lm.token_losses(ids[list(numbers)])[:, first_of_text(lm, ids) - 1 :].double().mean(1).tolist()
             return [{"example": n, "bits": bits, "loss": mean} for n, mean in zip(numbers, means, strict=True)]
 
-        rows += samples.rows(f"choices, {bits} bits", numbered, choices, batch_size=size)
+        rows += samples.rows(f"choices, {bits} bits", [*enumerate(tasks)], choices)
         if ids is not None:
             at_once = rows_at_once(lm, ids.shape[1])
             rows += samples.rows(f"loss, {bits} bits", range(len(ids)), losses, batch_size=at_once)
@@ -131,40 +127,27 @@ def quantise(values: Tensor, largest: Tensor, bits: int) -> Tensor:
     return torch.where(step > 0, (values / step).round_().mul_(step), values)
 
 
-def absmax(bits: int, granularity: Granularity) -> Callable[[AttentionCall], Change]:
+def absmax(bits: int) -> Callable[[AttentionCall], Change]:
     """A plan for ``changed_logits``: dynamic absmax quantisation."""
 
     def plan(call: AttentionCall) -> Change:
-        whole = None if granularity == "row" else _largest(call, granularity)
-
-        def change(logits: tuple[Tensor, ...], allowed: Tensor) -> tuple[Tensor, ...]:
-            scales = [_peaks(x, allowed, (-1,)) for x in logits] if whole is None else whole
-            return tuple(quantise(x, scale, bits) for x, scale in zip(logits, scales, strict=True))
-
-        return change
+        largest = _largest(call)
+        return lambda logits, allowed: tuple(quantise(x, largest, bits) for x in logits)
 
     return plan
 
 
-def _largest(call: AttentionCall, granularity: Granularity) -> list[Tensor]:
-    """The largest magnitude of each map, ``[B, H, 1, 1]`` or, of all heads and maps, ``[B, 1, 1, 1]``."""
-    found: list[Tensor] = []
+def _largest(call: AttentionCall) -> Tensor:
+    """The largest magnitude of all heads and maps, ``[B, 1, 1, 1]``."""
+    peaks = []
     for rows in call.blocks():
         keys = call.reach(rows)
-        allowed = call.allowed(rows)[..., keys]
-        peaks = [_peaks(x, allowed, (-2, -1)) for x in call.logits(rows, keys)]
-        found = [torch.maximum(a, b) for a, b in zip(found, peaks, strict=True)] if found else peaks
-    if granularity == "head":
-        return found
-    largest = torch.cat(found, dim=1).amax(1, keepdim=True)
-    return [largest] * len(found)
+        hidden = ~call.allowed(rows)[..., keys]
+        peaks += [x.abs().masked_fill_(hidden, 0.0).amax((1, 2, 3), keepdim=True) for x in call.logits(rows, keys)]
+    return torch.stack(peaks).amax(0)
 
 
-def _peaks(logits: Tensor, allowed: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return logits.abs().masked_fill_(~allowed, 0.0).amax(dims, keepdim=True)
-
-
-def _choices(lm: CausalLM, numbered: Sequence[tuple[int, MultipleChoiceItem]], bits: int, alone: bool) -> list[dict]:
+def _choices(lm: CausalLM, numbered: Sequence[tuple[int, MultipleChoiceItem]], bits: int) -> list[dict]:
     """A row for each task. A context too long for the model's positions loses its beginning."""
     contexts, endings, cuts, first = [], [], [], len(lm.prefix)
     for _, task in numbered:
@@ -174,7 +157,7 @@ def _choices(lm: CausalLM, numbered: Sequence[tuple[int, MultipleChoiceItem]], b
         contexts.append(context[:first] + context[first + cuts[-1] :])
         endings.append(choices)
     rows = []
-    scored = continuation_logprobs(lm, contexts, endings, batch_size=1 if alone else None)
+    scored = continuation_logprobs(lm, contexts, endings, batch_size=1)
     for (number, task), logprobs, cut in zip(numbered, scored, cuts, strict=True):
         normalised = [value / max(1, len(choice)) for value, choice in zip(logprobs, task.choices, strict=True)]
         got, plain = int(np.argmax(normalised)), int(np.argmax(logprobs))

@@ -12,7 +12,7 @@ words and the text (``data/ruler.py``). The harness's own tasks, which download 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import Field
 
@@ -60,8 +60,8 @@ def lengths_of(settings: Settings) -> tuple[int, ...]:
     return tuple(settings.lengths) or (settings.length,)
 
 
-def amount(settings: Settings) -> tuple[int, int]:
-    """Prompts, and their tokens in all."""
+def amount(settings: Settings, config: Any) -> tuple[int, int]:
+    """Prompts, and their tokens in all, on any model."""
     prompts, lengths = len(settings.tasks) * settings.samples, lengths_of(settings)
     return prompts * len(lengths), prompts * sum(lengths)
 

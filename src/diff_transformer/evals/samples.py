@@ -16,18 +16,19 @@ class Samples:
     def rows(
         self, part: str, items: Sequence[Item], score: Callable[[Sequence[Item]], list[dict]], *, batch_size: int = 1
     ) -> list[dict]:
-        """One row for each item, in their order.
+        """The rows of all items, in their order.
 
         Args:
             part: name of this part of the experiment, for the progress bar.
-            score: takes a batch of items and returns a row for each: numbers, strings, lists and dictionaries.
+            score: takes a batch of items and returns its rows, mostly one for each: numbers, strings, lists and
+                dictionaries.
             batch_size: items per call of ``score``.
         """
         rows = []
         for start in range(0, len(items), batch_size):
             rows += score(items[start : start + batch_size])
             if self.bar is not None:
-                self.bar(part, len(rows), len(items))
+                self.bar(part, min(start + batch_size, len(items)), len(items))
         return rows
 
 

@@ -49,8 +49,9 @@ def _flops_per_token(config: RunConfig) -> int:
     return model_cost(nearest(model), length=config.data.length).training_flops_per_token
 
 
-def announced_experiments(plan: Plan) -> str:
-    """Experiments, models, prompts, tokens and time of a plan of ``eval``, a line for each experiment.
+def announced_experiments(plan: Plan) -> tuple[str, int]:
+    """Experiments, models, prompts, tokens and time of a plan of ``eval``, a line for each experiment; and the prompts
+    on all models, as far as their number is known.
 
     Raises:
         UserError: for an unknown setting, or models where an experiment takes none.
@@ -58,26 +59,35 @@ def announced_experiments(plan: Plan) -> str:
     check_models(plan)
     models = {name: _configuration(name) for name in plan.models}
     named = ", ".join(_named(name, config) for name, config in models.items())
-    lines, flops = [f"{len(plan.names)} experiment{'s' * (len(plan.names) != 1)} on {named or 'no model'}"], 0.0
+    lines = [f"{len(plan.names)} experiment{'s' * (len(plan.names) != 1)} on {named or 'no model'}"]
+    every, flops, partly = 0, 0.0, ""
     for name in plan.names:
-        prompts, tokens = amount(plan, name)
-        counted = "all of its data" if prompts is None else f"{prompts:,} prompts or rows"
-        of_tokens = "" if tokens is None else f", {tokens:,} tokens"
-        lines.append(f"  {name}: {counted}{of_tokens}{' on each model' * (len(models) > 1)}")
-        for config in models.values():
+        words = []
+        for config in models.values() or [None]:
+            prompts, tokens = amount(plan, name, config)
+            counted = "all of its data" if prompts is None else f"{prompts:,} prompts or rows"
+            words.append(counted if tokens is None else f"{counted}, {tokens:,} tokens")
+            every += prompts or 0
             if prompts and tokens and config is not None:
                 flops += tokens * model_cost(nearest(config), length=tokens // prompts).flops_per_token
-    return "\n".join([*lines, *([f"{about(flops)} of forward passes over prompts"] if flops else [])])
+            else:
+                partly = " whose length is known"
+        of_model = "" if len(models) < 2 else " on each model" if len({*words}) == 1 else ", by model"
+        lines.append(f"  {name}: {'; '.join(dict.fromkeys(words))}{of_model}")
+    return "\n".join([*lines, *([f"{about(flops)} of forward passes over prompts{partly}"] if flops else [])]), every
 
 
-def amount(plan: Plan, name: str) -> tuple[int | None, int | None]:
+def amount(plan: Plan, name: str, config: Any) -> tuple[int | None, int | None]:
     """Prompts or rows of one experiment of ``plan`` on a model, and their tokens in all; None for an unknown number.
 
-    By ``amount(settings)`` of the experiment's module, else by its settings ``samples`` and ``length``.
+    By ``amount(settings, config)`` of the experiment's module, else by its settings ``samples`` and ``length``.
+
+    Args:
+        config: of the model; None if it is unknown.
     """
     settings: Any = settings_for(plan, name)
     if hasattr(experiment(name), "amount"):
-        return experiment(name).amount(settings)
+        return experiment(name).amount(settings, config)
     prompts, length = getattr(settings, "samples", None), getattr(settings, "length", None)
     return prompts, prompts * length if prompts and length else None
 

@@ -5,7 +5,8 @@ An experiment is a module with
     Settings            a frozen dataclass, filled by options and ``--set``; comments above the fields document them
     QUICK               the fields that ``--quick`` changes, to try everything in minutes on a small model
     run(lm, settings, samples) -> Result
-    amount(settings)    prompts and their tokens in all, for ``--dry-run``; by default ``samples`` of ``length`` tokens
+    amount(settings, config)  prompts and their tokens in all, for ``--dry-run`` and progress; None for an unknown
+                        number. ``config``: of the model; None if it is unknown. By default ``samples`` of ``length``
 
 An experiment with ``NEEDS_MODEL = False`` gets None as ``lm``. ``run_eval`` runs one experiment on one model,
 ``run_suite`` several experiments on several models. One of yours is named by its file, ``path/to/mine.py``;
@@ -314,6 +315,7 @@ def settings_for(plan: Plan, name: str) -> Any:
 def open_folder(out: Path, plan: Plan, resume: bool) -> None:
     """Make ``out`` the folder of ``plan``, or check that it is; raises as ``run_suite``."""
     request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
+    del request["batch_size"], request["device"]  # a resumed run may change them, as after one out of memory
     path = out / REQUEST
     require_writable(out)
     if path.exists() and resume:

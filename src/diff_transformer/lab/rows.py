@@ -19,6 +19,7 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from diff_transformer.checks import listed
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.sides import in_order
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 FILE = "rows.jsonl.gz"  # of a finished run, in its folder
 REQUEST = "request.json"  # its ``RunSpec``
 ENDING = ".jsonl.gz"
+SWEEPS = "sweep/"  # begins the settings of sweeps of learning rates, which pages and tables leave out
 RECALL = "recall"  # key-value recall as in training, for runs whose mixture has it
 EXPLORER = "explorer"  # attention maps for the report
 MODEL = ("setting", "side", "seed")
@@ -122,6 +124,12 @@ class Rows:
     @cached_property
     def settings(self) -> list[str]:
         return list(dict.fromkeys(setting for frame in self.frames.values() for setting in frame["setting"]))
+
+    @property
+    def studied(self) -> list[str]:
+        """The settings that have models, without sweeps of learning rates; with them if there are no others."""
+        known = [setting for setting in self.settings if self.only(setting=setting).sides]
+        return [setting for setting in known if not setting.startswith(SWEEPS)] or known
 
     def only(self, **where: Any) -> "Rows":
         """The rows whose columns have the given values, or one of a list of values."""
@@ -286,7 +294,7 @@ def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
             known.append(settings)
             first = known[0]
             different = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
-            more = ", ".join(f"{key} {settings.get(key)}" for key in different)
+            more = "; ".join(f"{key} {told(settings.get(key))}" for key in different)
             yield [{**row, "side": f"{side} ({more})" if more else side} for row in of]
 
 
@@ -329,8 +337,17 @@ CIRCUMSTANCES = (  # facts that may differ between repeated measurements
 
 SETTINGS = (  # of a measurement; models are compared if they agree in these
     "length", "lengths", "depths", "needles", "samples", "digits", "wording", "scoring", "chat_template", "judge",
-    "bits", "granularity", "batch", "repeats", "shots", "part", "corpus", "data",
+    "bits", "batch", "repeats", "shots", "part", "corpus", "data", "cells", "tasks", "rows",
+    "order_seeds", "pairs", "symbols", "noise_symbols", "questions", "distractors", "ngram", "frequent_share",
+    "training_bytes", "summary_tokens", "answer_tokens", "batch_size",
 )  # fmt: skip
+
+
+def told(value: Any) -> str:
+    """The value of a setting as readers see it: ``0, 0.5, 1`` or ``(1, 1), (4, 2)``."""
+    if isinstance(value, list | tuple):
+        return listed([f"({told(each)})" if isinstance(each, list | tuple) else told(each) for each in value])
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _settings(rows: list[dict], experiment: str) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.lab.results import read_results
-from diff_transformer.lab.rows import Rows
+from diff_transformer.lab.rows import RECALL, SWEEPS, Rows
 from diff_transformer.settings import PositiveFloat
 
 if TYPE_CHECKING:
@@ -305,7 +305,8 @@ def runs_of(rows: Rows) -> "pd.DataFrame":
         of = {"setting": setting, "side": side, "seed": seed}
         run, parameters = rows.about("run", **of), rows.only(**of)["model"]["parameters"].max()
         config = run.get("config")
-        if "/" in str(setting) or setting == "recall" or not config or run.get("diverged") or parameters != parameters:
+        apart = setting == RECALL or str(setting).startswith(SWEEPS)
+        if apart or not config or run.get("diverged") or parameters != parameters:
             continue
         tokens = config["train"]["batch_size"] * config["data"]["length"]
         points = curve[curve["step"] > 0].sort_values("step")

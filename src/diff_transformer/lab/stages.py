@@ -35,12 +35,13 @@ class Stage:
         seeds: training seeds.
         rates: learning rates of every side, or by side: a number; several; ``SWEPT``, which the last sweep of the side
             before this stage chose; or the name of another side, whose swept rate it takes. None: the settings' own.
-        folder: of a run's setting, from ``setting`` and ``rate``.
+        folder: of a run's setting, from ``setting`` and ``rate``. Pages and tables leave out what begins with "sweep/".
         measure: experiments, as in ``RunSpec``; None: those of a comparison.
         score: makes the stage a sweep: each side's rate is that of the lowest score. Later stages wait for it.
 
     Raises:
-        ValueError: for a folder that names a rate which a sweep is yet to choose.
+        UserError: for settings or sides that are no dictionary, or a folder that names a rate which a sweep is yet to
+            choose.
     """
 
     settings: Mapping[str, RunConfig]
@@ -52,6 +53,10 @@ class Stage:
     score: Callable[[Record], float] | None = None
 
     def __post_init__(self):
+        _require_dictionary("settings", self.settings, '{"main": config}')
+        _require_dictionary("sides", self.sides, '{"diff": {"attention": "diff"}}')
+        for side, fields in self.sides.items():
+            _require_dictionary(f"side {side!r}", fields, '{"attention": "diff"}')
         object.__setattr__(self, "seeds", tuple(self.seeds))
         rates = self.rates.values() if isinstance(self.rates, Mapping) else [self.rates]
         if "{rate" in self.folder and any(isinstance(rate, str) for rate in rates):
@@ -61,8 +66,7 @@ class Stage:
         """The runs, at the rates that sweeps chose.
 
         Raises:
-            KeyError: for a side that no sweep before has had.
-            ValueError: for a side or a rate that its setting does not support.
+            UserError: for a side that no sweep before has had, or that its setting does not support.
         """
         return [
             self._spec(setting, side, seed, rate)
@@ -79,7 +83,11 @@ class Stage:
         if rates is None:
             rates = self.settings[setting].optim.lr
         elif isinstance(rates, str):
-            rates = swept[side if rates == SWEPT else rates]
+            of = side if rates == SWEPT else rates
+            try:
+                rates = swept[of]
+            except KeyError:
+                raise UserError(f"{side} takes the rate of a sweep of {of}, and no stage before is one") from None
         return (rates,) if isinstance(rates, int | float) else rates
 
     def _spec(self, setting: str, side: str, seed: int, rate: float) -> RunSpec:
@@ -95,6 +103,11 @@ class Stage:
         config = with_seed(override(config, [f"{key}={json.dumps(value)}" for key, value in others.items()]), seed)
         measure = everything(config) if self.measure is None else self.measure
         return RunSpec(self.folder.format(setting=setting, rate=rate), side, seed, config, measure, may_diverge=True)
+
+
+def _require_dictionary(what: str, value: Any, like: str) -> None:
+    if not isinstance(value, Mapping):
+        raise UserError(f"{what} of a Stage is of type {type(value).__name__}; give a dictionary, such as {like}")
 
 
 def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = ()) -> list[Stage]:

@@ -16,13 +16,13 @@ from pathlib import Path
 
 from rich.console import Console
 
-from diff_transformer.checks import require_positive
+from diff_transformer.checks import require_known, require_positive
 from diff_transformer.durable import require_writable
 from diff_transformer.errors import UserError
 from diff_transformer.lab.announce import announced_runs
 from diff_transformer.lab.pool import Executor, default_jobs, progress_bars, run_pool
 from diff_transformer.lab.record import load_run
-from diff_transformer.lab.rows import finished
+from diff_transformer.lab.rows import EXPLORER, finished
 from diff_transformer.lab.spec import REQUEST, RunSpec, check_folders
 from diff_transformer.lab.stages import Stage
 from diff_transformer.train.config import NO_CORPUS
@@ -77,7 +77,8 @@ def run_study(
     first, *more = _parts(stages)
     specs, rates = _specs(first, {}), {}
     _check(specs, out)
-    every = {spec.key: spec for stage in stages for spec in stage.specs(defaultdict(lambda: _UNKNOWN_RATE))}
+    every = {spec.key: spec for spec in _all_specs(stages)}
+    _check_measured([*every.values()])
     unfinished = [spec for key, spec in every.items() if not finished(out / key)]
     console.print(announced_runs(unfinished, here=executor is None), soft_wrap=True)
     if dry_run:
@@ -106,6 +107,25 @@ def _parts(stages: Sequence[Stage]) -> Iterator[list[Stage]]:
             part = []
     if part:
         yield part
+
+
+def _all_specs(stages: Sequence[Stage]) -> Iterator[RunSpec]:
+    """The runs of all stages, at any rate where a sweep is yet to choose it."""
+    rates: dict[str, float] = {}
+    for stage in stages:
+        yield from stage.specs(rates)
+        if stage.score:
+            rates |= dict.fromkeys(stage.sides, _UNKNOWN_RATE)
+
+
+def _check_measured(specs: Sequence[RunSpec]) -> None:
+    """Raise UserError for an experiment, or settings of one, that would fail after training."""
+    from diff_transformer.lab.worker import more_experiments, settings_of_run
+
+    for spec in specs:
+        known = [*settings_of_run(spec.config), EXPLORER, *more_experiments(spec.config)]
+        for name in spec.measure:
+            require_known("experiment of `measure`", name, known, "; others are settings of evaluation.more")
 
 
 def _specs(part: list[Stage], rates: dict[str, float]) -> list[RunSpec]:

@@ -7,7 +7,7 @@ from enum import StrEnum
 import numpy as np
 
 from diff_transformer.lab.quantities import Quantity, registered
-from diff_transformer.lab.rows import PART_OF, SETTINGS, Rows
+from diff_transformer.lab.rows import PART_OF, SETTINGS, Rows, told
 from diff_transformer.lab.stats import SEEDS_FOR_AN_INTERVAL, Difference, holm, paired
 
 
@@ -116,7 +116,7 @@ def _other_settings(rows: Rows, experiment: str, ours: str, other: str) -> str:
     first, second = (rows.about(PART_OF.get(experiment, experiment), side=side) for side in (ours, other))
     for key in SETTINGS:
         if key in first and key in second and first[key] != second[key]:
-            return f"measured with other settings: {key} {first[key]} and {second[key]}"
+            return f"measured with other settings: {key} {told(first[key])} and {told(second[key])}"
     return ""
 
 

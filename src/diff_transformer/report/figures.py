@@ -156,17 +156,20 @@ def outliers(rows: Rows, sides: Sides) -> list[Panel]:
         "Attention logits are rounded to so many bits before softmax. What that costs is the loss minus the loss with "
         "the most bits.")  # fmt: skip
 def quantization(rows: Rows, sides: Sides) -> list[Panel]:
-    loss, choice = rows["quantization"].dropna(subset=["loss"]), rows["quantization_choice"].dropna(subset=["score"])
-    panels = []
-    if len(loss):
-        most = loss[loss["bits"] == loss["bits"].max()][["side", "seed", "data_seed", "example", "loss"]]
-        cost = loss.merge(most, on=["side", "seed", "data_seed", "example"], suffixes=("", "_most"))
-        cost = cost.assign(cost=cost["loss"] - cost["loss_most"])
-        panels = [
-            Panel("Loss it costs", cost, "cost", "bits", joined=True),
-            Panel("Loss", loss, "loss", "bits", joined=True),
-        ]
-    return [*panels, Panel("Right choices, share", choice, "score", "bits", joined=True)] if len(choice) else panels
+    loss = rows["quantization"].dropna(subset=["loss"])
+    most = loss[loss["bits"] == loss["bits"].max()][["side", "seed", "data_seed", "example", "loss"]]
+    cost = loss.merge(most, on=["side", "seed", "data_seed", "example"], suffixes=("", "_most"))
+    cost = cost.assign(cost=cost["loss"] - cost["loss_most"])
+    return [
+        Panel("Loss it costs", cost, "cost", "bits", joined=True),
+        Panel("Loss", loss, "loss", "bits", joined=True),
+    ]
+
+
+@figure("choices", "Right choices with attention logits in few bits", "Figure 8", "quantization_choice",
+        "The likeliest ending by character, where attention logits have so many bits.")  # fmt: skip
+def choices(rows: Rows, sides: Sides) -> list[Panel]:
+    return [Panel("Right choices, share", rows["quantization_choice"], "score", "bits", joined=True)]
 
 
 @figure("many_shot", "Learning from many examples", "Figures 6, 7, 9", "many_shot",

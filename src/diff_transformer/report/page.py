@@ -18,7 +18,7 @@ from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.quantities import OF_TABLES, QUANTITIES, numbers_of, registered
 from diff_transformer.lab.results import read_results
-from diff_transformer.lab.rows import PART_OF, SETTINGS, TABLES, Rows, clean
+from diff_transformer.lab.rows import PART_OF, SETTINGS, TABLES, Rows, clean, told
 from diff_transformer.lab.sides import BASELINE, CONTROLS, NAMES, PAIR, SOURCE, name_of
 from diff_transformer.lab.verdicts import Outcome, Verdict, Verdicts, judge
 from diff_transformer.report import words
@@ -149,12 +149,9 @@ def render(rows: Rows) -> str:
     if not rows.sides:
         raise UserError("these results have no rows of a model; give results of compare, study or eval")
     sides = names_of(rows.sides)
-    studied = [setting for setting in rows.settings if "/" not in setting and len(rows.only(setting=setting).sides)]
-    named = [setting for setting in studied if setting]
-    if not studied:
-        raise UserError("only sweeps of learning rates are finished; continue the study with `diff-transformer study`")
+    named = [setting for setting in rows.studied if setting]
     several = len(named) > 1
-    parts = [rows.only(setting=[setting, ""]) for setting in named] if several else [rows.only(setting=[*studied, ""])]
+    parts = [rows.only(setting=[setting, ""]) for setting in named] if several else [rows.only(setting=[*named, ""])]
     sections = [_section(part, sides, str(place), brief=several) for place, part in enumerate(parts)]
     texts, left_out = examples(rows, sides)
     loader = jinja2.FunctionLoader(lambda name: (files("diff_transformer.report") / "templates" / name).read_text())
@@ -235,13 +232,13 @@ def _settings(rows: Rows, experiment: str, sides: dict[str, str]) -> str:
     keys = [key for key in SETTINGS if any(of.get(key) for of in by_side.values())]
     lines = []
     for key in keys:
-        values = {side: str(of.get(key)) for side, of in by_side.items()}
+        values = {side: told(of.get(key)) for side, of in by_side.items()}
         if len(set(values.values())) == 1:
             lines.append(f"{key} {next(iter(values.values()))}")
         else:
             lines.append(f"{key} differs: {', '.join(f'{sides[side]} {value}' for side, value in values.items())}")
     notes = dict.fromkeys(str(of[key]) for of in by_side.values() for key in ("note", "asked") if of.get(key))
-    return ", ".join([*lines, *notes])
+    return "; ".join([*lines, *notes])
 
 
 def terminal_table(verdicts: Verdicts, ours: str) -> Any:

@@ -28,16 +28,14 @@ def markdown(rows: Rows, quantities: Sequence[str] | None = None) -> str:
         require_known("quantity", name, known)
     chosen = [known[name] for name in quantities] if quantities else None
     parts = []
-    for setting in rows.settings:
+    for setting in rows.studied:
         of = rows.only(setting=setting)
-        if of.sides and "/" not in setting:
-            title = f"**{setting}**\n\n" if setting else ""
-            several = BASELINE in of.sides and len(of.sides) > 1
-            shown = (several and _differences(of, chosen)) or _values(of, chosen)
-            parts.append(title + shown if shown else "")
-    if not any(parts):
+        several = BASELINE in of.sides and len(of.sides) > 1
+        if shown := (several and _differences(of, chosen)) or _values(of, chosen):
+            parts.append(f"**{setting}**\n\n{shown}" if setting else shown)
+    if not parts:
         raise UserError("these results have none of the quantities of a table; choose others with --quantity")
-    return "\n\n".join(part for part in parts if part)
+    return "\n\n".join(parts)
 
 
 def _differences(rows: Rows, chosen: list[Quantity] | None) -> str:
