@@ -3,9 +3,8 @@
 python benchmarks/compiled.py         # compile what the JSON lacks, or has of other sources, tiles or another Triton
 python benchmarks/compiled.py --check # the same; exit 1 if a kernel must not ship
 
-A row is a kernel for a width, dtype and compute capability: its tiles, registers, spilled bytes, shared memory, blocks
-on a multiprocessor, the tensor cores' products executed over those needed, and the least time that the chip's peaks
-allow. That is a prediction, not a measurement.
+A row is a kernel for a width, dtype and compute capability: its tiles, registers, spilled bytes, shared memory and the
+tensor cores' products executed over those needed.
 """
 
 import argparse
@@ -15,7 +14,7 @@ import os
 import sys
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -30,7 +29,6 @@ from kernel_compiler import (  # noqa: E402
     describe,
     executed_over_needed,
     faults,
-    needed_products,
     table_of,
     turn_of,
     without_timed_spills,
@@ -39,35 +37,11 @@ from kernel_compiler import (  # noqa: E402
 OUT = ROOT / "benchmarks" / "results" / "compiled.json"
 WIDTHS = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
 DTYPES = ("bfloat16", "float16", "float32")
-BATCH, HEADS, LENGTH = 4, 12, 4096  # of the roofline: causal attention
 MOST = 1.1  # products executed over those needed
 FP32_SPILLED = 40  # bytes a thread: what is known of a few kernels, which use no tensor cores
 WORKERS = 2
 
-
-class Chip(NamedTuple):
-    """Peaks from NVIDIA's data sheets and the CUDA programming guide."""
-
-    name: str
-    multiprocessors: int
-    ghz: float
-    tflops: float  # of the tensor cores, dense, bf16 with fp32 accumulators
-    fp32_tflops: float  # of the other cores
-    gb_per_s: float
-    shared_kib: int  # of a multiprocessor
-    threads: int
-    blocks: int
-
-
-CHIPS = {
-    80: Chip("A100", 108, 1.41, 312, 19.5, 2039, 164, 2048, 32),
-    86: Chip("RTX 3090", 82, 1.70, 71, 35.6, 936, 100, 1536, 16),
-    89: Chip("RTX 4090", 128, 2.52, 165, 82.6, 1008, 100, 1536, 24),
-    90: Chip("H100", 132, 1.98, 989, 67, 3350, 228, 2048, 32),
-    100: Chip("B200", 148, 1.97, 2250, 75, 8000, 228, 2048, 32),
-    120: Chip("RTX 5090", 170, 2.41, 210, 104.8, 1792, 100, 1536, 24),
-}
-EXP_PER_CLOCK = 16  # exp2 on a multiprocessor
+CAPABILITIES = (80, 86, 89, 90, 100, 120)  # A100, RTX 3090, RTX 4090, H100, B200, RTX 5090
 
 
 def launches(D: int, Dv: int, dtype: torch.dtype, capability: int) -> list[tuple[str, Description]]:
@@ -115,8 +89,6 @@ def row_of(form: str, launch: Description, capability: int, dtype: str) -> dict[
     """Compile a launch and describe the result."""
     found = compile_for(kernel_of(launch), launch.signature, launch.constexprs, capability=capability, **launch.options)
     repeated = executed_over_needed(launch, found)
-    chip, size = CHIPS[capability], getattr(torch, dtype).itemsize
-    times = decode_roofline(launch, chip, size) if form == "decode" else roofline(launch, chip, size, repeated)
     return {
         **key(form, launch, capability, dtype),
         "instruction": "wgmma" if found.wgmma else "mma.sync" if found.mma else "tcgen05.mma" if repeated else "fma",
@@ -124,9 +96,7 @@ def row_of(form: str, launch: Description, capability: int, dtype: str) -> dict[
         "registers": found.registers,
         "spilled_bytes": found.spill_bytes,
         "shared_kib": round(found.shared_bytes / KIB, 1),
-        "blocks_per_multiprocessor": resident(found, chip),
         "faults": faults(without_timed_spills(found, launch), capability),
-        **times,
     }
 
 
@@ -164,50 +134,9 @@ def key(form: str, launch: Description, capability: int, dtype: str) -> dict[str
     }
 
 
-def resident(found, chip: Chip) -> int:
-    """Programs that fit a multiprocessor: its 65,536 registers, given to warps by 256; shared memory; threads."""
-    registers = 65536 // (-(-found.registers * 32 // 256) * 256 * found.num_warps)
-    shared = chip.shared_kib * KIB // (found.shared_bytes + KIB)
-    return min(registers, shared, chip.threads // (32 * found.num_warps), chip.blocks)
-
-
-def roofline(launch: Description, chip: Chip, size: int, repeated: float | None) -> dict[str, float]:
-    """Products in units of h N^2 d / 2 multiply-adds, with those of the masked parts of tiles; and milliseconds.
-
-    ``size``: bytes of an element; ``repeated``: as ``executed_over_needed`` returns it.
-    """
-    given = launch.constexprs
-    M, N, D, DV, maps = turn_of(launch)
-    tiles = sum(-(-min(first + M, LENGTH) // N) for first in range(0, LENGTH, M))
-    if "bwd_dkdv" in launch.kernel:
-        tiles = sum(-(-(LENGTH - first // M * M) // M) for first in range(0, LENGTH, N))
-    turns = 2 // maps  # for each tile
-    products = BATCH * HEADS * tiles * turns * needed_products(launch) * (repeated or 1)
-    tflops = chip.tflops if repeated else chip.fp32_tflops
-    both = given.get("COMPUTE_DQ1", True) + given.get("COMPUTE_DQ2", True)
-    exponentials = BATCH * HEADS * tiles * M * N * both
-    elements = BATCH * HEADS * LENGTH * (4 * D + 2 * DV)  # read once: q, k, v; and the output or dO
-    seconds = max(
-        2 * products / (tflops * 1e12),
-        exponentials / (EXP_PER_CLOCK * chip.multiprocessors * chip.ghz * 1e9),
-        size * elements / (chip.gb_per_s * 1e9),
-    )
-    units = products / (BATCH * HEADS * LENGTH**2 * D / 2)
-    return {"units": round(units, 2), "roofline_ms": round(1000 * seconds, 3)}
-
-
-def decode_roofline(launch: Description, chip: Chip, size: int) -> dict[str, float]:
-    """Milliseconds to read LENGTH keys and values once; the products of a step take less."""
-    given = launch.constexprs
-    keys = given["D"] * (1 if given["SHARED_KEYS"] else 2)
-    cached = size * BATCH * HEADS * LENGTH * (keys + given["DV"])  # bytes
-    return {"roofline_ms": round(1000 * cached / (chip.gb_per_s * 1e9), 3)}
-
-
 def save(rows: list[dict]) -> None:
-    setting = json.dumps({"batch": BATCH, "heads": HEADS, "length": LENGTH, "causal": True})
     lines = ",\n".join(map(json.dumps, rows))
-    OUT.write_text(f'{{"setting": {setting},\n"rows": [\n{lines}\n]}}\n')
+    OUT.write_text(f'{{"rows": [\n{lines}\n]}}\n')
 
 
 def unfit(row: dict[str, Any]) -> bool:
@@ -223,7 +152,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     os.environ.pop("TRITON_INTERPRET", None)  # kernels decorated under the interpreter cannot be compiled
     known = json.loads(OUT.read_text())["rows"] if OUT.exists() else []
-    wanted = [each for capability in CHIPS for each in wanted_of(capability)]
+    wanted = [each for capability in CAPABILITIES for each in wanted_of(capability)]
     keys = [key(*each) for each in wanted]
     rows = {
         keys.index(made): row for row in known if (made := {name: row[name] for name in keys[0] if name in row}) in keys

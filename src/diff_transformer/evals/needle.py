@@ -87,7 +87,8 @@ def amount(settings: Settings, config: Any) -> tuple[int, int]:
     return prompts * len(lengths), prompts * sum(lengths)
 
 
-def lengths_of(settings: Settings) -> tuple[int, ...]:
+def lengths_of(settings: Any) -> tuple[int, ...]:
+    """``lengths`` of an experiment's settings, or its one ``length``."""
     return tuple(settings.lengths) or (settings.length,)
 
 

@@ -23,6 +23,7 @@ from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.grounded import load_grounded
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import CausalLM, check_length, haystack, rows_at_once, text_details
+from diff_transformer.evals.needle import lengths_of
 from diff_transformer.evals.prompts import check_template, special_spellings, template_details, templated
 from diff_transformer.evals.samples import Samples
 from diff_transformer.evals.types import Result
@@ -54,10 +55,6 @@ class Settings:
 
 
 QUICK = {"length": 512, "tasks": ("niah_single_1", "niah_multikey_1", "vt"), "samples": 4}
-
-
-def lengths_of(settings: Settings) -> tuple[int, ...]:
-    return tuple(settings.lengths) or (settings.length,)
 
 
 def amount(settings: Settings, config: Any) -> tuple[int, int]:

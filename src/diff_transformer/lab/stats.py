@@ -67,6 +67,8 @@ def paired(
         threshold: of the tests.
     """
 
+    from scipy.stats import t
+
     def difference(first: np.ndarray, second: np.ndarray) -> np.ndarray:
         a, b = reduce(first), reduce(second)
         return a / b - 1 if relative else a - b
@@ -89,7 +91,7 @@ def paired(
     half = _quantile(freedom) * error
     over = "seeds and examples" if draws is not None else "seeds"
     flips = sign_flips(values - threshold)
-    p = _p_value(mean - threshold, error, freedom) if error else flips
+    p = float(2 * t.sf(abs(mean - threshold) / error, freedom)) if error else flips
     return Difference(mean, mean - half, mean + half, over, by_seed, examples, p, flips)
 
 
@@ -115,12 +117,6 @@ def _quantile(freedom: float) -> float:
     from scipy.stats import t
 
     return round(float(t.ppf(0.975, freedom)), 3)
-
-
-def _p_value(distance: float, error: float, freedom: float) -> float:
-    from scipy.stats import t
-
-    return float(2 * t.sf(abs(distance) / error, freedom))
 
 
 def sign_flips(differences: np.ndarray) -> float:

@@ -54,14 +54,9 @@ def plural(count: int, word: str) -> str:
     return f"{count:,} {word}{'' if count == 1 else 's'}"
 
 
-def tally(verdicts: Verdicts, other: str) -> list[Verdict]:
-    """The verdicts on claims of the paper against one side."""
-    return [of[other] for of in verdicts.values() if other in of and not of[other].quantity.ours]
-
-
 def sentence(verdicts: Verdicts, other: str, name: str) -> str:
     """How many claims of the paper held against one side, with what the intervals are over."""
-    judged = tally(verdicts, other)
+    judged = [of[other] for of in verdicts.values() if other in of and not of[other].quantity.ours]
     if not judged:
         return "No claim of the paper could be judged."
     held, failed = (sum(verdict.outcome is outcome for verdict in judged) for outcome in (Outcome.HELD, Outcome.FAILED))
@@ -92,12 +87,6 @@ def main_claims(verdicts: Verdicts, sides: dict[str, str]) -> str:
     return " ".join(parts)
 
 
-def corpus_of(data: dict) -> str:
-    """The name of the corpus of a run's ``data`` settings."""
-    corpus = data.get("corpus", "")
-    return Path(corpus).name or corpus
-
-
 def _than(verdict: Verdict) -> str:
     return "not tested against" if verdict.untested else _THAN[verdict.outcome]
 
@@ -116,7 +105,8 @@ def facts(rows: Rows) -> dict[str, str]:
         shown["Steps"] = f"{train['steps']:,} of {train['batch_size']} × {data['length']} tokens"
         shown["Tokens"] = short(train["steps"] * tokens)
     if data:
-        shown["Corpus"] = corpus_of(data)
+        corpus = data.get("corpus", "")
+        shown["Corpus"] = Path(corpus).name or corpus
     seeds = rows["validation"]["seed"].nunique() or rows["model"]["seed"].nunique()
     if seeds:
         shown["Training seeds"] = str(seeds)
