@@ -4,6 +4,9 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -37,7 +40,10 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
     if find_spec("vllm" if engine == "vllm" else "fastapi") is None:
         extra = "vllm" if engine == "vllm" else "serving"
         raise UserError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
-    options = ["--host", "127.0.0.1", "--port", "8000", *options]  # the last value of an option counts
+    first = {"host": "127.0.0.1", "port": 8000}
+    if engine == "vllm" and (file := value_of("--config", options)):
+        first |= address_in(file)  # which the defaults would replace: the command line has priority
+    options = [*(word for name, value in first.items() for word in (f"--{name}", str(value))), *options]
     announce(path, engine, options)
     if engine == "vllm":  # it takes this process's place, so that signals reach it
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *options]
@@ -46,10 +52,27 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
         serve_with_transformers(path, options)
 
 
+def address_in(file: str) -> dict[str, Any]:
+    """Address and name of the model that vLLM's ``--config`` file gives.
+
+    Raises:
+        UserError: if the file is not YAML with settings.
+    """
+    import yaml
+
+    try:
+        given = {name.replace("_", "-"): value for name, value in yaml.safe_load(Path(file).read_text()).items()}
+    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
+        raise UserError(f"--config {file} cannot be read ({first_line(error)}); give a YAML file of settings") from None
+    return {
+        name: given[name] for name in ("host", "port", "served-model-name") if isinstance(given.get(name), str | int)
+    }
+
+
 def value_of(name: str, options: Sequence[str]) -> str:
     """The last value of an option, ``--name VALUE`` or ``--name=VALUE``; "" without one."""
     value = ""
-    for word, following in zip(options, [*options[1:], ""], strict=True):
+    for word, following in zip_longest(options, options[1:], fillvalue=""):
         if word.partition("=")[0] == name:
             value = word.partition("=")[2] or following
     return value
