@@ -158,6 +158,12 @@ def test_a_changed_byte_is_found_and_repaired(tmp_path, rows):
         run_verify(out)
     prepare(rows, out, resume=True)
     assert content(out) == whole
+    other = byte_tokenizer()
+    other.add_tokens(["more"])
+    other.save_pretrained(out / "tokenizer")
+    for command in (lambda: run_verify(out), lambda: prepare(rows, out, resume=True)):
+        with pytest.raises(UserError, match=r"tokenizer has hash \w+, the shards were .*; restore it from a copy"):
+            command()
 
 
 def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
@@ -221,5 +227,5 @@ def test_a_folder_that_is_not_complete_is_refused(tmp_path, rows):
     with pytest.raises(UserError, match=r"out is not complete; continue with `diff-transformer prepare --out .*out"):
         Shards(tmp_path / "out", "train")
     assert verify(tmp_path / "out") == ["task 1 has not finished"]
-    with pytest.raises(UserError, match=r"is not a prepared folder: it has no plan.json"):
+    with pytest.raises(UserError, match=r"is not a folder of `diff-transformer prepare`: it has no plan\.json or"):
         read_plan(tmp_path)

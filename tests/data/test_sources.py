@@ -46,8 +46,11 @@ def names_of(documents):
 def test_lines_and_texts_plain_and_compressed(tmp_path, packed):
     write(tmp_path, {f"a.jsonl{packed}": PACKERS[packed]((lines_of(TEXTS) + "\n  \n").encode())})
     assert [text for _, text in read(tmp_path / f"a.jsonl{packed}")[0]] == TEXTS
-    write(tmp_path, {f"t/a.txt{packed}": PACKERS[packed](b"\xef\xbb\xbfone\r\ntwo\r\nthree\n")})
-    assert "".join(text for _, text in read(tmp_path / "t")[0]) == "one\ntwo\nthree\n"
+    text = PACKERS[packed](b"\xef\xbb\xbfone\r\ntwo\r\nthree\n")
+    write(tmp_path, {f"t/a.txt{packed}": text, f"notes{packed}": text, "t/plan.json": "not one of prepare"})
+    for name in ("t", f"notes{packed}"):
+        assert "".join(text for _, text in read(tmp_path / name)[0]) == "one\ntwo\nthree\n"
+    assert load_corpus(tmp_path / "t").train[0].text == "one\ntwo\n"
 
 
 def test_parquet_reads_one_column(tmp_path):

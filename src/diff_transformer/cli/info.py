@@ -50,7 +50,7 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
 
 def preset_table(recipes: Iterable[str] = ()) -> Table:
     """All presets, a line each, and the names of ``recipes`` below."""
-    table = Table(title="presets", title_justify="left")
+    table = Table(title="presets", title_justify="left", caption_justify="left")
     for column in ("preset", "parameters", "d_model", "layers", "DIFF heads", "d", "length"):
         table.add_column(column, justify="left" if column == "preset" else "right")
     for name in PRESETS:

@@ -5,6 +5,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 from diff_transformer.cli.app import step_bars
@@ -87,7 +88,8 @@ def describe(folder: Path) -> str:
     if left_out:
         lines.append(f"left out: {left_out}")
     tokenizer = plan["tokenizer"]
-    lines.append(f"tokenizer: {tokenizer['size']:,} tokens, hash {tokenizer['hash']}; {plan['dtype'][1:]} a token")
+    size = np.dtype(plan["dtype"]).itemsize
+    lines.append(f"tokenizer: {tokenizer['size']:,} tokens, hash {tokenizer['hash']}; {size} bytes a token")
     return "\n".join(lines)
 
 

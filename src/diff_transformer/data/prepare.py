@@ -30,6 +30,7 @@ from diff_transformer.data.tokens import (
     checksum,
     damage,
     is_prepared,
+    load_prepared_tokenizer,
     read_plan,
     read_records,
     shard,
@@ -124,6 +125,7 @@ def begin(config: PrepareConfig, out: Path, *, resume: bool = False) -> dict[str
                 f"{out} was prepared with other settings or files (there against here):\n  {listed}\n"
                 "give the same, or choose another folder"
             )
+        load_prepared_tokenizer(out)  # which is not made again
         write_whole(out / PLAN, json.dumps(before, indent=1) + "\n")
         return before
     if config.tokenizer == "bpe":

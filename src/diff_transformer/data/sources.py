@@ -84,7 +84,7 @@ def _find(name: str) -> list[Source]:
     elif ARCHIVE.search(path.name.lower()):
         raise UserError(f"source {name!r} is an archive; unpack it and give the folder")
     else:
-        kind = KINDS.get(suffix_of(path)) or ("text" if not path.suffix else None)
+        kind = KINDS.get(suffix_of(path)) or (None if suffix_of(path) else "text")
         sources = [Source(str(path), kind, path.stat().st_size)] if kind and path.is_file() else []
     if not sources:
         raise UserError(f"source {name!r} has no file that can be read; give {ACCEPTED}")

@@ -35,7 +35,7 @@ _OPEN_AT_ONCE = 128  # each memory map holds a file open
 
 def is_prepared(folder: Path | str) -> bool:
     """True if ``folder`` is one of ``diff-transformer prepare``, finished or not."""
-    return (Path(folder) / PLAN).is_file()
+    return (Path(folder) / PLAN).is_file() and (Path(folder) / SHARDS).is_dir()
 
 
 def read_plan(folder: Path | str) -> dict[str, Any]:
@@ -45,7 +45,7 @@ def read_plan(folder: Path | str) -> dict[str, Any]:
         UserError: for another folder.
     """
     if not is_prepared(folder):
-        raise UserError(f"{folder} is not a prepared folder: it has no {PLAN}; see `diff-transformer prepare`")
+        raise UserError(f"{folder} is not a folder of `diff-transformer prepare`: it has no {PLAN} or no {SHARDS}")
     return read_json(Path(folder) / PLAN, "prepare the text again")
 
 
@@ -72,7 +72,10 @@ def load_prepared_tokenizer(folder: Path | str) -> PreTrainedTokenizerFast:
     """
     tokenizer, expected = load_tokenizer(Path(folder) / TOKENIZER), read_plan(folder)["tokenizer"]["hash"]
     if (actual := tokenizer_hash(tokenizer)) != expected:
-        raise UserError(f"{Path(folder) / TOKENIZER} has hash {actual}, the shards were written with {expected}")
+        raise UserError(
+            f"{Path(folder) / TOKENIZER} has hash {actual}, the shards were written with {expected}; restore it from a "
+            "copy"
+        )
     return tokenizer
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from diff_transformer.data.documents import hash_of_name
 from diff_transformer.data.tasks.python_tasks import python_labels
 from diff_transformer.data.tasks.rows import rows_of
-from diff_transformer.data.tasks.types import Labelled, LabelledSet, make_example
+from diff_transformer.data.tasks.types import Labelled, LabelledSet
 from diff_transformer.errors import UserError
 
 TEXT_COLUMNS = ("text", "query", "question", "sentence", "utterance")
@@ -38,6 +38,8 @@ def load_labelled(source: str | Path = "python") -> LabelledSet:
 def from_rows(rows: list[dict]) -> list[Labelled]:
     """Examples from rows with a text and a label column; out-of-scope and empty texts are left out.
 
+    White space becomes single spaces; the label ``"card_arrival"`` reads ``"card arrival"``.
+
     Raises:
         UserError: if there are no such columns, naming the existing ones.
     """
@@ -49,7 +51,11 @@ def from_rows(rows: list[dict]) -> list[Labelled]:
             f"a label ({', '.join(LABEL_COLUMNS)})"
         )
     pairs = [(str(row.get(text) or ""), str(row[label])) for row in rows if row.get(label) is not None]
-    return [make_example(words, of) for words, of in pairs if of != OUT_OF_SCOPE and words.strip()]
+    return [
+        Labelled(" ".join(words.split()), " ".join(of.replace("_", " ").split()))
+        for words, of in pairs
+        if of != OUT_OF_SCOPE and words.strip()
+    ]
 
 
 def hold_out(examples: Iterable[Labelled]) -> tuple[tuple[Labelled, ...], tuple[Labelled, ...]]:

@@ -63,8 +63,3 @@ class LabelledSet:
     def ask(self, text: str) -> str:
         """A prompt that the label of ``text`` follows, after a space."""
         return f"{self.text_name}: {text}\n{self.label_name}:"
-
-
-def make_example(text: str, label: str) -> Labelled:
-    """An example with all white space replaced by single spaces; ``"card_arrival"`` reads ``"card arrival"``."""
-    return Labelled(" ".join(text.split()), " ".join(label.replace("_", " ").split()))
