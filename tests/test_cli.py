@@ -164,6 +164,7 @@ def test_with_several_experiments_one_that_cannot_run_does_not_stop_the_others(m
             ("train", "--set", 'evaluation.more={"sonnets":{}}', "--out", "x"),
             "no experiment of evaluation.more 'sonnets'; there are: harness",
         ),
+        (("train", "--dry-run", "--set", "data.corpus=/none", "--out", "x"), "source '/none' is no file or folder"),
         (("eval", "sonnets", "--model", "m", "--out", "x"), "no experiment 'sonnets'; there are: harness, scaling"),
         (("eval", "needle", "--model", "/nowhere/m", "--out", "x.json"), "/nowhere/m cannot be loaded: "),
         (("eval", "needle", "--out", "x"), "no model; give --model"),

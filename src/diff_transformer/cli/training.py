@@ -123,11 +123,15 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
     training()
     from diff_transformer.train.loop import train as run
     from diff_transformer.train.plan import resolve, world_size
+    from diff_transformer.train.run_folder import check_run_folder
     from diff_transformer.train.telemetry import describe
+    from diff_transformer.train.training_data import load_training_data
 
     config = configuration(recipe, assignments)
     if dry_run:
         plan = resolve(config, world_size())
+        check_run_folder(out, resume=resume)
+        load_training_data(plan.config)
         return print(describe(plan)) if is_first() else None
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:
         task = bar.add_task("training", total=config.train.steps, visible=False)  # until it has begun
