@@ -1,21 +1,22 @@
 """The process that holds up the others is named."""
 
+import os
 from types import SimpleNamespace
 
 import pytest
+import torch.distributed as dist
 
 from diff_transformer.train import heartbeat
-from diff_transformer.train.heartbeat import EXIT_CODE, Heartbeat
+from diff_transformer.train.heartbeat import Heartbeat
 
 
 @pytest.fixture
 def pair(monkeypatch):
     """Rank 0 and rank 1 in this process, over a store of their own, and a clock that stands still."""
-    clock, port = [100.0], []
+    clock, store = [100.0], dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
     fake = SimpleNamespace(monotonic=lambda: clock[0], sleep=lambda seconds: None)
     monkeypatch.setattr(heartbeat, "time", fake)
-    first = Heartbeat(0, 2, 10, lambda value: port.append(value) or value)
-    second = Heartbeat(1, 2, 10, lambda value: port[0])
+    first, second = (Heartbeat(rank, 2, 10, store) for rank in range(2))
     for rank in (first, second):
         rank._store.set(str(rank.rank), '[0, "data", 0, 0, ""]')
 
@@ -23,7 +24,7 @@ def pair(monkeypatch):
         clock[0] += seconds
         return [rank.stalled() for rank in (second, first, second) if rank not in silent]
 
-    return SimpleNamespace(first=first, second=second, later=later)
+    return SimpleNamespace(first=first, second=second, later=later, store=store)
 
 
 def test_who_is_behind_is_named_once_nobody_moves(pair):
@@ -64,5 +65,5 @@ def test_the_run_ends_with_one_sentence_by_who_waits(pair, monkeypatch, capsys):
     monkeypatch.setattr(pair.first.over, "wait", lambda seconds: pair.first.over.is_set())
     monkeypatch.setattr(pair.first, "stalled", lambda: {1: "(there) is silent"})
     pair.first.run()
-    assert ends == [EXIT_CODE]
+    assert ends == [os.EX_TEMPFAIL]
     assert "error: no process moved for 10 s: rank 1 (there) is silent" in capsys.readouterr().err

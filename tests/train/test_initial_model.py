@@ -206,8 +206,7 @@ def of_transformers(kind, tokenizer, folder, **fields):
 
 @pytest.mark.parametrize("kind", [None, "diff", "diff_v2"])
 def test_a_model_that_keeps_its_class_trains_in_the_same_loop(config, trained, tmp_path, kind):
-    fields = {"intermediate_size": 48, "num_key_value_heads": 2, "head_dim": 8}
-    model = of_transformers(Qwen3Config, trained.tokenizer, tmp_path / "m", **fields).eval()
+    model = of_transformers(Qwen3Config, trained.tokenizer, tmp_path / "m", **QWEN).eval()
     if kind is not None:
         differentiate(model, kind).save_pretrained(tmp_path / "m")
     run = initial(config, tmp_path / "m", "train.steps=3", "optim.warmup_steps=1")

@@ -42,11 +42,15 @@ def run(folder: Path) -> Record:
         Diverged: if training diverges, unless the spec's ``may_diverge`` is set.
         Interrupted: after Ctrl-C or SIGTERM during training, once the state is saved.
     """
+    import torch
+
     from diff_transformer.train.loop import Diverged, Trained, train
     from diff_transformer.train.training_data import load_training_data
 
     spec, started = RunSpec.load(folder), time.perf_counter()
     config, place = spec.config, folder / "run"
+    if config.train.threads:
+        torch.set_num_threads(config.train.threads)  # also to measure
 
     def report(step: int, values: dict) -> None:
         if values or step % _STEPS == 0:
@@ -154,7 +158,7 @@ def settings_of_run(config: RunConfig) -> dict[str, Any]:
     needles = {"corpus": corpus, "digits": config.data.needles.digits, "seed": of.seed}
     return {
         "needle": settings_of("needle", {
-            **needles, "cells": of.needles, "lengths": of.needle_lengths or (length,), "samples": of.samples,
+            **needles, "cells": of.needles, "lengths": (length,), "samples": of.samples,
         }),
         "allocation": settings_of("allocation", {
             **needles, "length": length - 4, "samples": of.allocation_samples,

@@ -1,7 +1,7 @@
 """Checkpoints of a training run, written by torch.distributed.checkpoint (DCP) in the safetensors format.
 
-``RUN/checkpoints/step-00000200/`` holds one safetensors file a process, and ``checkpoint.json``: step and the size of
-every file. A folder has this name only once all is on the disk; until then it ends in ``.tmp``. There is no pickle. A
+``RUN/checkpoints/step-00000200/`` holds one safetensors file a process, and ``checkpoint.json`` with the size of every
+file. A folder has this name only once all is on the disk; until then it ends in ``.tmp``. There is no pickle. A
 checkpoint may be loaded by another number of processes, or under another strategy.
 
 The rows and the random draws of a step are functions of the step, so that nothing of them is saved.
@@ -12,14 +12,13 @@ import logging
 import os
 import shutil
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
@@ -31,6 +30,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from diff_transformer.errors import UserError
+from diff_transformer.train.ranks import on_first_rank
 
 logger = logging.getLogger("diff_transformer")
 
@@ -54,13 +54,14 @@ class Checkpoints:
 
     Args:
         folder: of the run.
+        fabric: of its processes; None for a process alone.
         keep: number of newest checkpoints that stay.
         background: let a thread write a copy of the state in main memory while training goes on.
     """
 
-    def __init__(self, folder: Path, *, keep: int = 2, background: bool = False):
-        self.folder, self.keep = folder, keep
-        self.first = not dist.is_initialized() or dist.get_rank() == 0
+    def __init__(self, folder: Path, fabric: Any = None, *, keep: int = 2, background: bool = False):
+        self.folder, self.fabric, self.keep = folder, fabric, keep
+        self.first = fabric is None or fabric.is_global_zero
         # training communicates while a thread writes, so the thread needs a group of its own
         self._group = dist.new_group(backend="gloo") if dist.is_initialized() else None
         gpu = torch.cuda.is_available()
@@ -101,7 +102,8 @@ class Checkpoints:
         Raises:
             UserError: if all are damaged, or of another model.
         """
-        candidates = self._of_first_rank(lambda: [(path, _damage(path)) for path in reversed(checkpoints(self.folder))])
+        known = reversed(checkpoints(self.folder))
+        candidates = on_first_rank(self.fabric, lambda: [(path, _damage(path)) for path in known])  # all take the same
         for path, damage in candidates:
             try:
                 if damage is None:
@@ -122,13 +124,7 @@ class Checkpoints:
         state = _tensors(model, of_optimizer)
         dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         set_optimizer_state_dict(model, optimizer, of_optimizer)
-        return _note(path)["step"]
-
-    def _of_first_rank(self, value: Callable[[], Any]) -> Any:
-        box = [value() if self.first else None]  # all processes must choose the same checkpoint
-        if self._group is not None:
-            dist.broadcast_object_list(box, 0, group=self._group)
-        return box[0]
+        return int(path.name[5:])
 
     def _failed(self, step: int, error: CheckpointException) -> BaseException:
         """Remove what was written; the error with what is intact and what to do."""
@@ -148,8 +144,7 @@ class _Writer(HuggingFaceStorageWriter):
     """Writes to ``step-N.tmp`` and renames it. The two global methods run on rank 0 only, in DCP's order."""
 
     def __init__(self, owner: Checkpoints, step: int):
-        self.owner, self.step = owner, step
-        self.final = owner.folder / "checkpoints" / _name(step)
+        self.owner, self.final = owner, owner.folder / "checkpoints" / _name(step)
         super().__init__(f"{self.final}{UNFINISHED}", save_distributed=True)
 
     def prepare_local_plan(self, plan):
@@ -179,7 +174,7 @@ class _Writer(HuggingFaceStorageWriter):
         sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
         if len(sizes) < sum(map(bool, results)):
             raise OSError(f"{folder.parent} is not one folder for all machines; give an --out that all of them see")
-        note = {"step": self.step, "torch": torch.__version__, "bytes": sizes}
+        note = {"torch": torch.__version__, "bytes": sizes}
         (folder / NOTE).write_text(json.dumps(note))
         _flush(folder / NOTE)
         _flush(folder)
@@ -213,20 +208,21 @@ def _tensors(model: nn.Module, of_optimizer: dict[str, Any]) -> dict[str, Tensor
     return state
 
 
-def _note(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads((path / NOTE).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def _damage(path: Path) -> str | None:
-    """The damage of a checkpoint, by the sizes of its files; None if there is none."""
-    sizes = _note(path).get("bytes")
-    if not sizes:
+    """The damage of a checkpoint, by the sizes and headers of its files; None if there is none."""
+    try:
+        sizes = json.loads((path / NOTE).read_text())["bytes"].items()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return f"{NOTE} is missing or damaged"
-    wrong = [name for name, size in sizes.items() if not (path / name).exists() or (path / name).stat().st_size != size]
-    return f"{wrong[0]} is missing or has another size" if wrong else None
+    for name, size in sizes:
+        if not (path / name).exists() or (path / name).stat().st_size != size:
+            return f"{name} is missing or has another size"
+        try:
+            with safe_open(path / name, "pt"):  # where DCP would log a traceback
+                pass
+        except SafetensorError as error:
+            return f"{name}: {error}"
+    return None
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from lightning_fabric import Fabric
 
 from diff_transformer.errors import UserError
@@ -96,12 +97,13 @@ def train(
     folder = Path(folder)
     plan = resolve(config, world_size())
     check_run_folder(folder, resume=resume)
-    if config.train.threads:
-        torch.set_num_threads(config.train.threads)
-    fabric = make_fabric(plan)
-    run = build(plan, fabric, data or load_training_data(plan.config))
-    say = announce if announce is not None and fabric.is_global_zero else lambda text: None
     with ExitStack() as held:
+        if config.train.threads:
+            held.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(config.train.threads)
+        fabric = make_fabric(plan)
+        run = build(plan, fabric, data or load_training_data(plan.config))
+        say = announce if announce is not None and fabric.is_global_zero else lambda text: None
         on_first_rank(fabric, lambda: held.enter_context(run_folder(folder, plan.config, resume=resume)))
         return _train(run, folder, resume, progress if fabric.is_global_zero else None, say)
 
@@ -132,7 +134,7 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
 def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say: Callable[[str], None]) -> Trained:
     """Load the last checkpoint if ``resume``, take the remaining steps, save the model."""
     fabric, settings, config = run.fabric, run.plan.config.train, run.plan.config
-    checkpoints = Checkpoints(folder, keep=settings.checkpoint_keep, background=settings.checkpoint_async)
+    checkpoints = Checkpoints(folder, fabric, keep=settings.checkpoint_keep, background=settings.checkpoint_async)
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
     say(describe(run.plan))
     if resume:
@@ -241,7 +243,7 @@ def _watched(run: Run) -> Generator[Callable[[int, str], None]]:
     if fabric.world_size == 1 or not seconds:
         yield lambda step, phase: None
         return
-    heartbeat = Heartbeat(fabric.global_rank, fabric.world_size, seconds, fabric.broadcast)
+    heartbeat = Heartbeat(fabric.global_rank, fabric.world_size, seconds, dist.distributed_c10d._get_default_store())
     heartbeat.start()
     try:
         yield heartbeat.at
