@@ -48,7 +48,7 @@ def contrasts(rows: Rows, side: str, others: tuple[str, ...], tested: bool) -> s
         for of, p, sign in zip(differences, adjusted, NAMES.values(), strict=True):
             same = (sign * of > 0).sum()
             low, high = interval(of)
-            end = f"{same} of {len(of)} seeds with it" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
+            end = f"{same} of {len(of)}" if p is None else "p < 0.001" if p < 0.001 else f"p = {p:.3f}"
             column.append(f"{of.mean():+.3g} ({low:+.3g} to {high:+.3g}), {end}")
         columns.append(column)
     lines = [
@@ -86,7 +86,7 @@ if __name__ == "__main__":
     print(f"\nRuns that end at {GOAL} or more (exploratory):\n", levels(rows, learned), sep="\n")
     if demo.sides:
         print(
-            "\nThe demo:\n",
+            "\nThe demo, with the number of seeds that have the sign:\n",
             contrasts(demo, "v2", ("softmax", "softmax_norm"), tested=False),
             "",
             levels(demo),
