@@ -295,6 +295,7 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
 
     from diff_transformer.ops.call import Call
     from diff_transformer.ops.hopper import backward, forward, support
+    from diff_transformer.ops.triton.launching import launched
     from diff_transformer.testing import make_inputs
 
     def run(dtype: torch.dtype, causal: bool, form: str) -> None:
@@ -306,10 +307,10 @@ def of_hopper_tests() -> Iterator[tuple[str, Callable[[], object]]]:
             call = Call(*given[:3], k2, *given[4:], scale=D**-0.5, is_causal=causal)
             if form == "forward":
                 for save in (True, False):
-                    forward.attend_forward(call, save)
+                    launched(*forward.plan_forward(call, save))
             else:
                 saved = [dout, dout, torch.zeros(2, 2, 63), torch.zeros(2, 2, 63)]
-                backward.attend_backward(call, dout, saved)
+                launched(*backward.plan_backward(call, dout, saved))
 
     for form in ("forward", "backward"):
         for dtype in support.DTYPES:

@@ -36,7 +36,6 @@ def check(device: torch.device, dtype: torch.dtype, is_causal: bool, kernels: st
 def compare(device: torch.device, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the kernel is right for one problem in each of its forms, with and without a gradient's results."""
     from diff_transformer.ops.hopper.forward import plan_forward
-    from diff_transformer.ops.triton.launching import run
 
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
     for given in forms_of(inputs):
@@ -47,7 +46,7 @@ def compare(device: torch.device, dtype: torch.dtype, is_causal: bool, T: int, S
             results, launches = plan_forward(call, need_gradient)
             if device.type == "cpu" and not EMULATED:
                 continue
-            compiled = run(launches, device)
+            compiled = [launch.start() for launch in launches]
             wait(device)
             refuse_faults(compiled)
             results = results[0].transpose(1, 2), *results[1:]
@@ -63,7 +62,6 @@ def compare(device: torch.device, dtype: torch.dtype, is_causal: bool, T: int, S
 def compare_gradients(device: torch.device, dtype: torch.dtype, is_causal: bool, T: int, S: int) -> None:
     """Raise unless the gradient kernels are right for one problem in each of their forms."""
     from diff_transformer.ops.hopper.backward import plan_backward, summed
-    from diff_transformer.ops.triton.launching import run
 
     scale = D**-0.5
     inputs = make_inputs(2, 2, T, D, S=S, G=1, dtype=dtype, device=device, strided=True, requires_grad=False)
@@ -77,7 +75,7 @@ def compare_gradients(device: torch.device, dtype: torch.dtype, is_causal: bool,
             results, launches = plan_backward(call, dout, saved)
             if device.type == "cpu" and not EMULATED:
                 continue
-            compiled = run(launches, device)[1:]  # the first adds up rows, by plain Triton
+            compiled = [launch.start() for launch in launches][1:]  # the first adds up rows, by plain Triton
             results = summed(call, results)
         wait(device)
         refuse_faults(compiled)
@@ -104,7 +102,7 @@ def expected_gradients(
     dout: Tensor, out2: Tensor, q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor,
     *, is_causal: bool, scale: float,
 ) -> dict[str, tuple[Tensor, Tensor | None]]:  # fmt: skip
-    """Expected results of ``attend_backward``: the exact value (fp64) and, except for dlam, the eager formula's.
+    """Expected gradients, ``summed``: the exact value (fp64) and, except for dlam, the eager formula's.
 
     dlam is a sum over the saved ``out2``, so the rounding of out2 is part of the input.
     """
@@ -133,7 +131,7 @@ def expected_gradients(
 def expected_results(
     q1: Tensor, q2: Tensor, k1: Tensor, k2: Tensor, v: Tensor, lam: Tensor, *, is_causal: bool, scale: float
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """Expected results of ``attend_forward``: the exact value (fp64) and, for outputs, the eager formula's."""
+    """Expected results of the forward: the exact value (fp64) and, for outputs, the eager formula's."""
     H, T, S = q1.shape[1], q1.shape[2], k1.shape[2]
     q2, k1, k2, v = (x.repeat_interleave(H // x.shape[1], dim=1) for x in (q2, k1, k2, v))
     seen = position_mask(T, S, is_causal, None, q1.device)

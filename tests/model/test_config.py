@@ -26,7 +26,6 @@ def test_paper_sizes(name, billions):
     ("fields", "message"),
     [
         ({"hidden_size": 30}, "hidden_size 30 is not divisible by num_attention_heads 4"),
-        ({"num_attention_heads": 3, "head_dim": 8}, "3 attention heads and 3 key/value heads do not make pairs"),
         ({"num_key_value_heads": 1}, "do not make pairs, each with keys for both maps"),
         ({"intermediate_size": -4}, "intermediate_size is -4; give a positive whole number"),
         ({"head_dim": "12"}, "head_dim is '12'; give a positive whole number"),

@@ -279,6 +279,14 @@ def test_softmax_attention_does_not_run_under_our_names():
         model(tokens())
 
 
+@pytest.mark.parametrize("kind", ["diff_v2", "dex"])
+def test_another_model_of_the_same_configuration_stays_softmax(kind):
+    model = source("Llama")
+    config, names = model.config, model.state_dict().keys()
+    assert differentiate(model, kind).config.differential["kind"] == kind
+    assert type(model)(config).state_dict().keys() == names != model.state_dict().keys()
+
+
 def test_dropout_is_left_out_with_a_warning():
     model = tiny("GPT-2", attn_pdrop=0.1, resid_pdrop=0.5)
     with pytest.warns(UserWarning, match=r"attention dropout 0\.1 is left out"):

@@ -86,7 +86,9 @@ def test_parts_of_a_core_by_name():
     made = variant(config, "diff_v2+gate=normed+head_norm=weighted+head_scale=matched")
     assert (made.variant.gate, made.variant.head_norm, made.head_scale) == ("normed", "weighted", "matched")
     assert made.variant.lam == "token"
-    assert variant(config, "diff+lambda_init=0.5").variant.lambda_init == 0.5
+    assert variant(config, "diff+lambda_init=.5").variant.lambda_init == 0.5
+    made_none = variant(config, "diff+head_norm=None+subtract=False").variant
+    assert (made_none.head_norm, made_none.subtract) == (None, False)
     assert variant(made, "softmax").core is None
     counts = [
         sum(count_parameters(x).values()) for x in (config, made, variant(config, "gated+gate=normed+head_norm=plain"))

@@ -96,7 +96,7 @@ def test_without_lengths_it_is_causal_attention():
 
 
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
-    "list": ([1, 2, 3], UserError, r"lengths is a list; give None, or one int32 length a batch entry, \[3\], on cpu"),
+    "list": ([1, 2, 3], UserError, r"lengths is a list; give None, or int32 or int64 \[3\], on cpu"),
     "float": (torch.ones(3), UserError, "lengths is .* torch.float32, cpu; give"),
     "bool": (torch.ones(3, dtype=torch.bool), UserError, "lengths is .* torch.bool"),
     "scalar": (torch.tensor(3), ValueError, r"lengths is \[\], torch.int64"),

@@ -17,6 +17,7 @@ def passed_on(monkeypatch):
     def attention(q, k, v, *mask, enable_gqa=False, **options):
         assert k.shape[1] == v.shape[1]
         assert k.shape[-1] == q.shape[-1]
+        assert options["scale"] > 0  # flash kernels take the maximum of a row before they scale
         seen.append((q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], enable_gqa))
         return q.new_empty(*q.shape[:3], v.shape[-1])
 
@@ -35,6 +36,8 @@ def passed_on(monkeypatch):
         ({}, {"masked": True}, [(4, 4, 64, 64, False)] * 4),
         ({"Dv": 64}, {"shared": True, "masked": True}, [(8, 8, 64, 64, False)]),
         ({}, {"window": 3}, [(4, 4, 64, 64, False)] * 4),
+        ({}, {"is_causal": True, "scale": -0.125}, [(4, 2, 64, 64, True)] * 4),
+        ({}, {"is_causal": True, "scale": 0.0}, [(4, 2, 64, 64, True)] * 4),
         ({"S": 12}, {"is_causal": True}, [(4, 4, 64, 64, False)] * 4),
         ({"S": 12}, {}, [(4, 2, 64, 64, True)] * 4),
         ({"T": 1, "S": 12}, {"is_causal": True}, [(4, 2, 64, 64, True)] * 4),
@@ -57,8 +60,8 @@ def test_what_a_gpu_gets(monkeypatch, passed_on, sizes, options, expected):
         mask = torch.ones(1, 1, 9, 9, dtype=torch.bool, device="cuda") if options.get("masked") else None
         lam = torch.empty(1, 4, T, 1, device="cuda")
         causal, window = options.get("is_causal", "window" in options), options.get("window")
-        k2 = None if options.get("shared") else k2
-        out = sdpa.attend(Call(q1, q2, k1, k2, v, lam, None, mask, None, None, causal, window, 0.125))
+        k2, scale = None if options.get("shared") else k2, options.get("scale", 0.125)
+        out = sdpa.attend(Call(q1, q2, k1, k2, v, lam, None, mask, None, None, causal, window, scale))
     assert out.shape == (1, 4, T, v.shape[-1])
     assert passed_on == expected
 
@@ -70,7 +73,7 @@ def test_a_mask_that_is_cast_keeps_finite_values_finite(dtype):
     mask = torch.zeros(1, 1, 4, 4, dtype=wide)
     mask[..., 0, :], mask[..., 1, :2] = torch.finfo(wide).min, float("-inf")
     q = torch.zeros(1, 1, 4, 8, dtype=dtype)
-    cast, _ = sdpa.mask_and_flag(4, 4, False, None, mask, None, q, True)
+    cast, _ = sdpa.mask_and_flag(4, 4, False, None, mask, None, q)
     assert cast.dtype == dtype
     assert torch.equal(cast == float("-inf"), mask == float("-inf"))
 

@@ -75,13 +75,8 @@ def extend(model: Any, parts: Sequence[Parts], heads: Sequence[Sequence[int]] | 
         for tensor in (module.weight, module.lam, module.progress, module.chosen):
             tensor.zero_()
         module.chosen[[*chosen]] = 1
-        attach(part, module)
-
-
-def attach(part: Parts, module: Dex) -> None:
-    """Give an attention module its extension, which changes what reaches W_O."""
-    part.module.add_module(DEX, module)
-    part.module.dex_hook = part.out.register_forward_pre_hook(partial(_extended, part.module))
+        part.module.add_module(DEX, module)
+        part.module.dex_hook = part.out.register_forward_pre_hook(partial(_extended, part.module))
 
 
 def _extended(attention: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ whose configuration has it, before weights are loaded.
 Legend: B batch, T new tokens, S keys, n query heads of the source, m key/value heads, d their width.
 """
 
+import copy
 import math
 import os
 import sys
@@ -73,6 +74,10 @@ def differentiate(
     if heads is not None and kind != DEX:
         raise UserError(f"heads are for kind {DEX!r}, and kind is {kind!r}, which changes all heads; leave heads out")
     parts, source = read(model), source_facts(model.config._name_or_path)
+    shared, own = model.config, copy.deepcopy(model.config)  # a model built from the same configuration stays softmax
+    for module in model.modules():
+        if vars(module).get("config") is shared:
+            module.config = own
     if kind == DEX:
         dex.extend(model, parts, heads)
         setattr(model.config, ENTRY, {"kind": DEX, "source": source})

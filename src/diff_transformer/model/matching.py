@@ -1,12 +1,12 @@
 """Configurations of equal cost: each variant of differential attention and the Transformer it is compared with."""
 
 import copy
-import json
 from typing import Any
 
 from diff_transformer.errors import UserError
 from diff_transformer.model.cost import count_parameters
 from diff_transformer.model.heads import MATCHED, count_heads, default_key_value_heads
+from diff_transformer.settings import parse
 
 # Choices of ``compare --variants`` and ``info --attention``: the fields that turn a configuration into the variant.
 # ``NAME+FIELD=VALUE+...`` changes parts of a core, as in diff_v2+gate=normed+head_norm=weighted, or one of ``_SCALES``.
@@ -30,20 +30,16 @@ def variant_fields(name: str) -> dict[str, Any]:
     """The fields of the configuration that make it the variant ``name``, ``"gated"`` or ``"gated+head_norm=weighted"``.
 
     Raises:
-        UserError: for an unknown name, and a part that is no ``FIELD=VALUE``.
+        UserError: for an unknown name, and a part that is no ``FIELD=VALUE`` (values as ``--set`` takes them).
     """
     base, *parts = name.split("+")
     if base not in VARIANTS:
         raise UserError(f"no variant {base!r}; there are: {', '.join(VARIANTS)}")
     fields, core = dict(VARIANTS[base]), {}
     for part in parts:
-        key, equals, text = part.partition("=")
-        if not equals:
+        if "=" not in part:
             raise UserError(f"variant {name!r} has the part {part!r}; give FIELD=VALUE, as in {base}+gate=normed")
-        try:
-            value = json.loads(text)
-        except ValueError:
-            value = text
+        key, value = parse(part)
         (fields if key in _SCALES else core)[key] = value
     return {**fields, "core": core} if core else fields
 

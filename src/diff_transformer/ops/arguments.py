@@ -16,22 +16,12 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SMALLEST = torch.finfo(torch.float32).tiny  # a scale that kernels can divide by
 
 
-def autocast_inputs(*tensors):
-    """The tensors in the autocast dtype where autocast is on. fp64 stays, as in PyTorch.
-
-    A tensor that is given twice in a row (k1 as k2) stays one tensor.
-    """
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not _autocast_enabled(device) or not all(isinstance(x, Tensor) for x in tensors):
-        return tensors
-    dtype = torch.get_autocast_dtype(device)
-    done: list[Tensor] = []
-    for i, x in enumerate(tensors):
-        if i and x is tensors[i - 1]:
-            done.append(done[-1])
-        else:
-            done.append(x.to(dtype) if x.is_floating_point() and x.dtype != torch.float64 else x)
-    return tuple(done)
+def autocast_input(x: Any) -> Any:
+    """A tensor in the autocast dtype where autocast is on. fp64 stays, as in PyTorch."""
+    if not isinstance(x, Tensor) or not _autocast_enabled(x.device.type):
+        return x
+    casts = x.is_floating_point() and x.dtype != torch.float64
+    return x.to(torch.get_autocast_dtype(x.device.type)) if casts else x
 
 
 def autocast_off(device: str) -> AbstractContextManager:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.arguments import (
-    autocast_inputs,
+    autocast_input,
     check_options,
     check_tensors,
     four_dimensional_mask,
@@ -92,8 +92,9 @@ def check(
     q1, q2, k1, k2, v, lam, attn_mask=None, is_causal=False, window=None, scale=None, backend="auto", first=None
 ) -> Call:  # fmt: skip
     """The call of these arguments, cast as autocast wants it; raises what ``diff_attention`` documents."""
-    is_causal = bool(is_causal)
-    q1, q2, k1, k2, v = autocast_inputs(q1, q2, k1, k2, v)
+    is_causal, shared_keys = bool(is_causal), k2 is k1
+    q1, q2, k1, v = map(autocast_input, (q1, q2, k1, v))
+    k2 = k1 if shared_keys else autocast_input(k2)
     check_tensors(q1, q2, k1, k2, v)
     T, D, S = q1.shape[2], q1.shape[3], k1.shape[2]
     window, scale = check_options(is_causal, window, scale, (T, S), D)
@@ -104,7 +105,7 @@ def check(
     if torch.is_grad_enabled():
         inputs = {"q1": q1, "q2": q2, "k1": k1, "k2": k2, "v": v, "lam": lam, "attn_mask": attn_mask, "first": first}
         gradients = tuple([name for name, x in inputs.items() if x is not None and x.requires_grad])
-    k2 = None if k2 is k1 else k2
+    k2 = None if shared_keys else k2
     options = is_causal, window, scale
     return Call(q1, q2, k1, k2, v, lam, first, attn_mask, None, None, *options, gradients=gradients, backend=backend)
 
@@ -121,12 +122,18 @@ def with_keys(call: Call, change: Callable[[Tensor], Tensor]) -> Call:
     return replace(call, k1=change(call.k1), k2=k2, v=change(call.v))
 
 
-def with_noise_head_for_each_mask(call: Call) -> Call:
-    """The call, with its noise heads repeated if the mask differs between signal heads."""
-    H, Hn = call.q1.shape[1], call.q2.shape[1]
-    if call.attn_mask is None or call.attn_mask.shape[1] == 1 or Hn == H:
+def normalized(call: Call) -> Call:
+    """An equal call with a scale above 0, and a noise head for each signal head where the mask differs between these.
+
+    Kernels take the largest score of a row before they scale it.
+    """
+    H, Hn, mask = call.q1.shape[1], call.q2.shape[1], call.attn_mask
+    if mask is not None and mask.shape[1] > 1 and Hn < H:
+        call = replace(call, q2=call.q2.repeat_interleave(H // Hn, dim=1))
+    if call.scale > 0:
         return call
-    return replace(call, q2=call.q2.repeat_interleave(H // Hn, dim=1))
+    sign = -1 if call.scale < 0 else 0
+    return replace(call, q1=call.q1 * sign, q2=call.q2 * sign, scale=abs(call.scale) or 1.0)
 
 
 def is_empty(call: Call) -> bool:

@@ -84,6 +84,5 @@ def _check_lengths(lengths: Tensor | None, q1: Tensor) -> None:
         and lengths.device == q1.device
     ):
         raise UserError(
-            f"lengths is {described(lengths)}; give None, or one int32 length a batch entry, [{q1.shape[0]}], on "
-            f"{q1.device}"
+            f"lengths is {described(lengths)}; give None, or int32 or int64 [{q1.shape[0]}], on {q1.device}"
         )

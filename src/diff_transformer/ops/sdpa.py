@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from diff_transformer.ops.call import Call, in_dtype, with_noise_head_for_each_mask
+from diff_transformer.ops.call import Call, in_dtype, normalized
 from diff_transformer.ops.masking import cast_mask, fully_masked_rows, one_mask, position_mask
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -35,15 +35,13 @@ def attend(call: Call) -> Tensor:
     On the CPU all calls compute in fp32: the bf16 kernel accumulates gradients in bf16, which misses the numerics
     budget of dv at lengths of some hundreds.
     """
-    dtype, on_cpu = call.v.dtype, call.q1.device.type == "cpu"
-    call = with_noise_head_for_each_mask(call)
-    if on_cpu:
+    dtype, call = call.v.dtype, normalized(call)
+    if call.q1.device.type == "cpu":
         call = in_dtype(call, call.lam.dtype)
     q1, q2, k1, k2, v, lam = call[:6]
     visible = q1.shape[2], k1.shape[2], call.is_causal, call.window, call.attn_mask
     fully_masked = fully_masked_rows(*visible, q1.device)
-    flag = call.window is None and (call.scale > 0 or not on_cpu)  # the CPU's multiplies its -inf by the scale
-    mask, is_causal = mask_and_flag(*visible, fully_masked, q1, flag)
+    mask, is_causal = mask_and_flag(*visible, fully_masked, q1)
     G, D, Dv = k1.shape[1], concrete(q1.shape[3]), concrete(v.shape[3])
     in_place = mask is None and D <= FLASH_WIDTH and takes_flash(q1)  # reads shared keys in place
     values = (pad(v, (0, -Dv % D)) if Dv % D else v).split(D, dim=-1)
@@ -89,7 +87,7 @@ def softmax_attention(
         window: each query sees its last ``window`` keys; needs ``is_causal``.
     """
     T, S = q.shape[2], k.shape[2]
-    mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q, window is None or window >= S)
+    mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q)
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  (symbolic when traced or compiled)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
 
@@ -104,26 +102,19 @@ def needs_mask(call: Call) -> bool:
 
 
 def mask_and_flag(
-    T: int,
-    S: int,
-    is_causal: bool,
-    window: int | None,
-    attn_mask: Tensor | None,
-    fully_masked: Tensor | None,
-    q: Tensor,
-    flag: bool,
+    T: int, S: int, is_causal: bool, window: int | None, attn_mask: Tensor | None, masked_rows: Tensor | None, q: Tensor
 ) -> tuple[Tensor | None, bool]:
-    """SDPA's mask, boolean or additive, which unmasks the fully masked rows, and its flag is_causal.
+    """SDPA's mask, boolean or additive, which unmasks ``masked_rows``, the fully masked ones, and its flag is_causal.
 
-    That aligns to the upper left corner and excludes a mask. flag: whether it may be set.
+    That aligns to the upper left corner and excludes a mask.
     """
-    if is_causal and attn_mask is None and flag and 1 < T == S:
+    if is_causal and attn_mask is None and (window is None or window >= S) and 1 < T == S:
         return None, True
     mask = one_mask(position_mask(T, S, is_causal, window, q.device), attn_mask)
     if mask is not None and mask.dtype != torch.bool:
         mask = cast_mask(mask, q.dtype)
-    if mask is not None and fully_masked is not None:
-        mask = mask | fully_masked if mask.dtype == torch.bool else mask.masked_fill(fully_masked, 0)
+    if mask is not None and masked_rows is not None:
+        mask = mask | masked_rows if mask.dtype == torch.bool else mask.masked_fill(masked_rows, 0)
     return mask, False
 
 

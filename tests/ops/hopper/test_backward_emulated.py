@@ -17,14 +17,13 @@ from triton.experimental.gluon import language as gl
 
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.hopper import backward, forward, support
-from diff_transformer.ops.hopper.backward import attend_backward
 from diff_transformer.ops.hopper.bwd_dkdv import bwd_dkdv
 from diff_transformer.ops.hopper.bwd_dq import bwd_dq
 from diff_transformer.ops.hopper.forward import descriptor
 from diff_transformer.ops.hopper.fwd_sequential import fwd_sequential
 from diff_transformer.ops.hopper.support import read_by_tma
 from diff_transformer.ops.triton import operator
-from diff_transformer.ops.triton.launching import INTERPRETED
+from diff_transformer.ops.triton.launching import INTERPRETED, launched
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="sums of rows are made by a plain kernel, here interpreted")
 
@@ -38,8 +37,13 @@ def emulate(monkeypatch, seed=0, changed=None):
     monkeypatch.setattr(backward, "bwd_dq", Kernel(bwd_dq, seed, changed))
 
 
+def gradients(call, dout, saved):
+    """Those that the launcher returns."""
+    return backward.summed(call, launched(*backward.plan_backward(call, dout, saved)))
+
+
 def problem(inputs, is_causal, scale=None):
-    """Arguments of ``attend_backward``, and what it should return.
+    """Arguments of ``gradients``, and what it should return.
 
     A softmax over one key is 1 whatever the score, whose gradient is 0 up to the rounding of the saved outputs, while
     the eager formula has 0 exactly: there they are saved in fp32.
@@ -61,7 +65,7 @@ def problem(inputs, is_causal, scale=None):
 def check(inputs, is_causal, scale=None):
     """Run the emulated kernels through their launcher and compare everything that they return."""
     arguments, expected = problem(inputs, is_causal, scale)
-    results = attend_backward(*arguments)
+    results = gradients(*arguments)
     for (name, (exact, eager)), result in zip(expected.items(), results, strict=True):
         if name == "dk2" and inputs.k2 is inputs.k1:
             assert result.numel() == 0
@@ -138,9 +142,9 @@ def test_keys_that_do_not_exist_have_no_weight(monkeypatch):
 def test_gradients_repeat_bit_for_bit_in_any_order_of_events(monkeypatch, seed):
     arguments, _ = problem(inputs_of("grouped keys"), CAUSAL)
     emulate(monkeypatch, seed=0)
-    first = attend_backward(*arguments)
+    first = gradients(*arguments)
     emulate(monkeypatch, seed=seed)
-    for one, other in zip(first, attend_backward(*arguments), strict=True):
+    for one, other in zip(first, gradients(*arguments), strict=True):
         assert torch.equal(one, other)
 
 
@@ -155,7 +159,7 @@ def test_a_gradient_that_tma_cannot_read_is_copied(monkeypatch, what):
         unread = dout.new_ones(dout.numel() + 1)[1:].view(dout.shape)
         assert unread.data_ptr() % 16 == 2
     monkeypatch.setattr(backward, "descriptor", lambda x, rows: descriptor(require_readable(x), rows))
-    for one, other in zip(*(attend_backward(call, given, saved) for given in (dout, unread)), strict=True):
+    for one, other in zip(*(gradients(call, given, saved) for given in (dout, unread)), strict=True):
         assert torch.equal(one, other)
 
 

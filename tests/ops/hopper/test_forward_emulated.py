@@ -17,8 +17,8 @@ from triton.experimental.gluon import language as gl
 
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.hopper import forward
-from diff_transformer.ops.hopper.forward import attend_forward
 from diff_transformer.ops.hopper.fwd_sequential import fwd_sequential
+from diff_transformer.ops.triton.launching import launched
 
 D = 128
 
@@ -35,7 +35,7 @@ def check(inputs, is_causal, need_gradient=True, scale=None):
     inputs = inputs._replace(lam=inputs.lam.expand(B, H, T, 1))
     k2 = None if inputs.k2 is inputs.k1 else inputs.k2
     call = Call(*inputs._replace(k2=k2), scale=scale, is_causal=is_causal)
-    out, *saved = attend_forward(call, need_gradient)
+    out, *saved = launched(*forward.plan_forward(call, need_gradient))
     assert out.is_contiguous()
     results = out.transpose(1, 2), *saved
     expected = hopper_check.expected_results(*inputs, is_causal=is_causal, scale=scale)
@@ -85,7 +85,7 @@ def inputs_of(case):
 
 
 def causal_results(inputs):
-    return attend_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True)
+    return launched(*forward.plan_forward(Call(*inputs, scale=0.1, is_causal=True), need_gradient=True))
 
 
 @pytest.mark.parametrize("case", CASES)

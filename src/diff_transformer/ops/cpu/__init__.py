@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from diff_transformer.ops.arguments import no_second_derivatives, traced
-from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call, in_dtype, replace, with_noise_head_for_each_mask
+from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call, in_dtype, normalized
 from diff_transformer.ops.cpu import kernel, library
 
 _PLAIN = (Tensor, torch.nn.Parameter)
@@ -34,10 +34,7 @@ def unsupported_reason(call: Call) -> str | None:
 
 def attend(call: Call) -> Tensor:
     """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
-    call = with_noise_head_for_each_mask(call)
-    if not call.scale > 0:  # the kernel takes the largest score of a row before it scales
-        sign = -1 if call.scale < 0 else 0
-        call = replace(call, q1=call.q1 * sign, q2=call.q2 * sign, scale=abs(call.scale) or 1.0)
+    call = normalized(call)
     if call.v.dtype == torch.float16:  # CPUs multiply float16 slowly or not at all
         return attend(in_dtype(call, torch.float32)).half()
     if not call.gradients and not traced() and in_memory((*call.inputs, call.first, call.attn_mask)):

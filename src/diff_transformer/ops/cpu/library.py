@@ -68,25 +68,19 @@ class HeadOutput(ctypes.Structure):
 def library() -> ctypes.CDLL | None:
     """The kernel's library, or None on a machine that has none. Logs once which library it is.
 
-    The environment variable DIFF_TRANSFORMER_NATIVE may name one of ``LIBRARIES``, or be 0 for none.
+    The environment variable DIFF_TRANSFORMER_NATIVE=0 turns it off.
 
     Raises:
-        UserError: DIFF_TRANSFORMER_NATIVE names no library, or one that does not run here.
+        UserError: DIFF_TRANSFORMER_NATIVE is anything else.
     """
-    name = os.environ.get(SWITCH)
-    usable = [each for each in LIBRARIES if path_of(each).exists() and LIBRARIES[each] <= processor_flags()]
-    if name == "0":
+    if switch := os.environ.get(SWITCH):
+        if switch != "0":
+            raise UserError(f"{SWITCH} is {switch!r}; give 0, or leave it out")
         return None
-    if name is not None and name not in usable:
-        raise UserError(f"{SWITCH} is {name!r}; give 0 or a library that runs here: {', '.join(usable) or 'none'}")
-    for each in usable if name is None else [name]:
-        loaded = load(path_of(each))
-        if loaded is not None:
-            log.info("blockwise: CPU kernel %s", each)
+    for name, flags in LIBRARIES.items():
+        if flags <= processor_flags() and path_of(name).exists() and (loaded := load(path_of(name))) is not None:
+            log.info("blockwise: CPU kernel %s", name)
             return loaded
-    if name is not None:
-        others = ", ".join(each for each in usable if each != name)
-        raise UserError(f"{SWITCH} is {name!r}, whose registers Linux refuses to this process; give {others} or 0")
     log.info("blockwise: no CPU kernel on this machine")
     return None
 

@@ -12,7 +12,7 @@ from diff_transformer.ops.hopper.bwd_dq import bwd_dq
 from diff_transformer.ops.hopper.forward import OPTIONS, descriptor
 from diff_transformer.ops.hopper.support import read_by_tma
 from diff_transformer.ops.triton.deltas import plan_statistics
-from diff_transformer.ops.triton.launching import Launch, run, transposed_like
+from diff_transformer.ops.triton.launching import Launch, transposed_like
 
 TILE = 64  # queries, and keys, of a tile: the height of a wgmma tile
 # Ring slots. They use at most 225 of the chip's 227 KiB of shared memory.
@@ -20,13 +20,13 @@ STAGES = 2  # for queries and dO in bwd_dkdv
 KEY_STAGES, VALUE_STAGES = 2, 1  # in bwd_dq
 
 
-def attend_backward(
-    call: Call, dout: Tensor, saved: Sequence[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients on a Hopper GPU, which repeat bit for bit: (dq1, dq2, dk1, dk2, dv, dlam).
+def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Launch]]:
+    """Gradients (dq1, dq2, dk1, dk2, dv, dlam), not yet computed nor ``summed``, and what computes them.
+
+    They repeat bit for bit.
 
     Args:
-        call: as in ``attend_forward``.
+        call: as in ``forward.plan_forward``.
         dout: [B, H, T, 2 D], the gradient of the output, in the dtype of v; any strides.
         saved: out1, out2, lse1 and lse2, results of the forward with need_gradient.
 
@@ -34,22 +34,6 @@ def attend_backward(
         dq1 [B, H, T, D], dq2 [B, Hn, T, D], dk1, dk2 [B, G, S, D] and dv [B, G, S, 2 D] in their dtypes, in memory [B,
         length, heads, width]; dlam [B, H, T, 1], fp32. Without k2, dk1 is the sum over both maps and dk2 is empty.
     """
-    results, launches = plan_backward(call, dout, saved)
-    run(launches, call.q1.device)
-    return summed(call, results)
-
-
-def summed(call: Call, results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The results, with dq2 summed over the signal heads that share a noise head, in the dtype of q2."""
-    dq1, dq2, dk1, dk2, dv, dlam = results
-    q2 = call.q2
-    if dq2.shape[1] != q2.shape[1]:
-        dq2 = transposed_like(q2).copy_(dq2.unflatten(1, (q2.shape[1], -1)).sum(2))
-    return dq1, dq2, dk1, dk2, dv, dlam
-
-
-def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], list[Launch]]:
-    """The results of ``attend_backward``, not yet computed nor ``summed``, and what computes them."""
     q1, q2, k1, k2, v, lam = call.q1, call.q2, call.k1, call.k2, call.v, call.lam
     out1, out2, lse1, lse2 = saved
     if not read_by_tma(dout):  # strides of 0, as the gradient of a sum has, or a start between 16 bytes
@@ -86,3 +70,12 @@ def plan_backward(call: Call, dout: Tensor, saved: Sequence[Tensor]) -> tuple[tu
         Launch(bwd_dq, (math.ceil(T / (2 * TILE)), H, B), of_queries),
     ]
     return (dq1, dq2, dk1, dk2, dv, dlam[..., None]), launches
+
+
+def summed(call: Call, results: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results, with dq2 summed over the signal heads that share a noise head, in the dtype of q2."""
+    dq1, dq2, dk1, dk2, dv, dlam = results
+    q2 = call.q2
+    if dq2.shape[1] != q2.shape[1]:
+        dq2 = transposed_like(q2).copy_(dq2.unflatten(1, (q2.shape[1], -1)).sum(2))
+    return dq1, dq2, dk1, dk2, dv, dlam

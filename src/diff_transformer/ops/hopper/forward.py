@@ -8,9 +8,9 @@ from torch import Tensor
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from diff_transformer.ops.call import Call
+from diff_transformer.ops.call import Call, normalized
 from diff_transformer.ops.hopper.fwd_sequential import fwd_sequential
-from diff_transformer.ops.triton.launching import Launch, run
+from diff_transformer.ops.triton.launching import Launch
 
 ROWS = 64  # query rows of one computing warpgroup: the height of a wgmma tile
 KEYS = 64  # keys in a tile
@@ -37,8 +37,8 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     return TensorDescriptor(x, list(x.shape), [*strides, 1], block, layout(rows, x.shape[3], x.dtype))
 
 
-def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Differential attention on a Hopper GPU: (out, out1, out2, lse1, lse2).
+def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
+    """Differential attention on a Hopper GPU: (out, out1, out2, lse1, lse2), not yet computed, and what computes them.
 
     Args:
         call: one that ``unsupported_tensors`` accepts.
@@ -49,19 +49,10 @@ def attend_forward(call: Call, need_gradient: bool) -> tuple[Tensor, Tensor, Ten
         memory layout; lse1 and lse2 [B, H, T], float32, in base 2: log2(sum(exp2(scores scale log2 e))). A fully masked
         row has out 0 and lse +inf.
     """
-    results, launches = plan_forward(call, need_gradient)
-    run(launches, call.q1.device)
-    return results
-
-
-def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor, Tensor], list[Launch]]:
-    """The results of ``attend_forward``, not yet computed, and what computes them."""
-    q1, q2, k1, k2, v, scale = call.q1, call.q2, call.k1, call.k2, call.v, call.scale
+    call = normalized(call)
+    q1, q2, k1, k2, v = call.q1, call.q2, call.k1, call.k2, call.v
     B, H, T, D = q1.shape
     S, Dv = v.shape[2:]
-    if scale < 0:  # the kernel takes the row maximum before it scales the scores
-        q1, q2 = -q1, -q2
-    base2 = max(abs(scale) * math.log2(math.e), 1e-30)  # not 0: 0 times the -inf of hidden keys would be NaN
     out = v.new_empty(B, T, H, Dv)
     out1, out2 = (v.new_empty(B, T, H, Dv) if need_gradient else out for _ in "12")  # O2 goes to memory in any case
     lse1, lse2 = (torch.empty((B, H, T) if need_gradient else 0, dtype=torch.float32, device=v.device) for _ in "12")
@@ -73,8 +64,8 @@ def plan_forward(call: Call, need_gradient: bool) -> tuple[tuple[Tensor, Tensor,
         "out1": out1, "out2": out2, "lse1": lse1, "lse2": lse2, "lam": call.lam,
         "stride_lam_b": stride_lam_b, "stride_lam_h": stride_lam_h,
         "stride_lam_t": stride_lam_t, "T": T, "S": S, "H": H, "signal_per_noise": H // q2.shape[1],
-        "signal_per_kv": H // v.shape[1], "scale": base2, "ROWS": ROWS, "BN": KEYS, "D": D, "DV": Dv,
-        "STAGES": STAGES, "CAUSAL": call.is_causal, "SAVE": need_gradient, **OPTIONS,
+        "signal_per_kv": H // v.shape[1], "scale": call.scale * math.log2(math.e), "ROWS": ROWS, "BN": KEYS, "D": D,
+        "DV": Dv, "STAGES": STAGES, "CAUSAL": call.is_causal, "SAVE": need_gradient, **OPTIONS,
     }  # fmt: skip
     launch = Launch(fwd_sequential, (math.ceil(T / (2 * ROWS)) * B * H,), arguments)
     out1, out2 = (x.transpose(1, 2) if need_gradient else v.new_empty(0) for x in (out1, out2))

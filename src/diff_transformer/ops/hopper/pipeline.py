@@ -63,12 +63,8 @@ def ring(STAGES: gl.constexpr, FILLERS: gl.constexpr, READERS: gl.constexpr):
 def forward_barriers(STAGES: gl.constexpr):
     """Initialise the forward's barriers: q_full, and a ring of STAGES slots with one filler and two readers."""
     q_full = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     mbarrier.init(q_full, count=1)
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=2)
+    full, empty = ring(STAGES, 1, 2)
     return q_full, full, empty
 
 

@@ -71,27 +71,21 @@ def interpreted() -> bool:
 
 def attend(call: Call) -> Tensor:
     """(first softmax(q1 k1^T scale) - lam softmax(q2 k2^T scale)) v, [B, H, T, Dv] in the dtype of v."""
-    from diff_transformer.ops.triton import decode, operator
+    from diff_transformer.ops.triton import decode, launching, operator
 
     if call.v.dtype == torch.bfloat16 and operator.INTERPRETED:  # which multiplies the bit patterns of bf16
         return attend(in_dtype(call, torch.float32)).bfloat16()
     if decodes(call) and decode.takes(call):
         return decode.attend_decode(*call[:OPERANDS], None)
     mask = call.attn_mask
-    if mask is not None and _whole_rows(mask):
+    if mask is not None and mask.dtype == torch.bool and (mask.shape[3] == 1 or mask.stride(3) == 0):  # whole rows
         out = attend(replace(call, attn_mask=None))
         return torch.where(mask[..., :1], out, 0)  # which also zeroes the gradients of masked rows
-    rows = [None if x is None else operator.rows_contiguous(x) for x in call[:5]]
-    by_hopper = not switched_off()
-    return operator.forward(*rows, *call[5:OPERANDS], by_hopper, bool(call.gradients))[0].transpose(1, 2)
+    rows = [None if x is None else launching.rows_contiguous(x) for x in call[:5]]
+    return operator.forward(*rows, *call[5:OPERANDS], not switched_off(), bool(call.gradients))[0].transpose(1, 2)
 
 
 def decodes(call: Call) -> bool:
     """True if a call has few queries over many keys, so that the kernels of decode.py are faster."""
     few = call.q1.shape[2] <= MAX_DECODE_QUERIES and call.k1.shape[2] >= MIN_DECODE_KEYS
     return few and not call.gradients and call.documents is None
-
-
-def _whole_rows(attn_mask: Tensor) -> bool:
-    """True if a boolean mask masks each row fully or not at all."""
-    return attn_mask.dtype == torch.bool and (attn_mask.shape[3] == 1 or attn_mask.stride(3) == 0)

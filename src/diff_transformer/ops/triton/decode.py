@@ -20,7 +20,7 @@ from torch import Tensor
 from diff_transformer.ops.arguments import active_transform
 from diff_transformer.ops.call import SCHEMA, Call
 from diff_transformer.ops.triton.decode_kernels import ROWS, decode_combine_kernel, decode_split_kernel
-from diff_transformer.ops.triton.launching import INTERPRETED, Launch, inputs_of, run, strides
+from diff_transformer.ops.triton.launching import INTERPRETED, Launch, inputs_of, launched, strides
 from diff_transformer.ops.triton.tile_sizes import chunks
 from diff_transformer.ops.triton.tiles import LOG2_E
 
@@ -63,13 +63,9 @@ def split_count(S: int, programs: int, multiprocessors: int) -> int:
     """
     places = 2 * multiprocessors
     most = max(1, min(MAX_SPLITS, S // MIN_KEYS_PER_SPLIT))
-    taken = {n: places_taken(programs * n, places) for n in range(min(most, max(1, places // programs)), most + 1)}
+    counts = range(min(most, max(1, places // programs)), most + 1)
+    taken = {n: programs * n / (-(-programs * n // places) * places) for n in counts}  # shares of the waves' places
     return next((n for n, share in taken.items() if share >= FULL_WAVE), max(taken, key=taken.__getitem__))
-
-
-def places_taken(programs: int, places: int) -> float:
-    """The share of the places of all waves that the programs take."""
-    return programs / (-(-programs // places) * places)
 
 
 @cache
@@ -104,9 +100,7 @@ def attend_decode(*arguments: Any) -> Tensor:
     """
     *operands, lengths = arguments
     call = Call(*operands)
-    out, launches = plan_decode(call, lengths, multiprocessors(call.q1.device))
-    run(launches, call.q1.device)
-    return out
+    return launched(*plan_decode(call, lengths, multiprocessors(call.q1.device)))[0]
 
 
 @attend_decode.register_fake
@@ -114,7 +108,7 @@ def _(q1, q2, k1, k2, v, *_):
     return v.new_empty(q1.shape[0], q1.shape[1], q1.shape[2], v.shape[3])
 
 
-def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tuple[Tensor, list[Launch]]:
+def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tuple[tuple[Tensor], list[Launch]]:
     """The result of ``attend_decode`` on a GPU with so many multiprocessors, not yet computed, and what computes it."""
     inputs, attn_mask, window = inputs_of(call), call.attn_mask, call.window
     q1, q2, k1, _, v, lam, first = inputs
@@ -153,4 +147,4 @@ def plan_decode(call: Call, lengths: Tensor | None, multiprocessors: int) -> tup
             "num_warps": 4,
         }  # fmt: skip
         launches.append(Launch(decode_combine_kernel, (rows, -(-Dv // columns)), arguments))
-    return out, launches
+    return (out,), launches

@@ -1,7 +1,7 @@
 """Shared by all launches: the device, strides, output memory, and masks in the form that kernels take."""
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import nullcontext
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import triton.knobs
@@ -10,6 +10,7 @@ from torch import Tensor
 from diff_transformer.ops.call import Call
 from diff_transformer.ops.triton.tiles import ADDITIVE, BOOLEAN, NO_MASK, ONE_ROW, ROW_PER_QUERY, VALUE_PER_QUERY
 
+Results = TypeVar("Results", bound=tuple)
 INTERPRETED: bool = triton.knobs.runtime.interpret  # TRITON_INTERPRET=1 when kernels are decorated
 ALIGNMENT = 16  # Triton specialises a kernel for integers and addresses that 16 divides
 SECTION = 8  # heads that share the L2 cache: keys and values of 8 heads, 4096 keys, D = 128 take 34 of an H100's 50 MB
@@ -27,15 +28,13 @@ class Launch(NamedTuple):
         return self.kernel[self.grid](**self.arguments)
 
 
-def run(launches: list[Launch], device: torch.device) -> list[Any]:
-    """Start kernels on a device, in order; the compiled kernels."""
-    with on_device(device):
-        return [launch.start() for launch in launches]
-
-
-def on_device(device: torch.device) -> AbstractContextManager:
-    """Context manager that makes the device the current one, on which kernels start."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+def launched(results: Results, launches: list[Launch]) -> Results:
+    """The results, after the kernels that compute them were started in order, on the device of the results."""
+    device = results[0].device
+    with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
+        for launch in launches:
+            launch.start()
+    return results
 
 
 def inputs_of(call: Call) -> tuple[Tensor, ...]:

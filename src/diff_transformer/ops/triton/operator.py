@@ -13,14 +13,13 @@ from torch import Tensor
 
 from diff_transformer.ops.arguments import no_second_derivatives
 from diff_transformer.ops.call import OPERANDS, SCHEMA, TENSORS, Call
-from diff_transformer.ops.hopper.backward import attend_backward
-from diff_transformer.ops.hopper.forward import attend_forward
+from diff_transformer.ops.hopper import backward as hopper_backward
+from diff_transformer.ops.hopper import forward as hopper_forward
 from diff_transformer.ops.hopper.support import unsupported_reason
 from diff_transformer.ops.triton.backward import plan_backward
 from diff_transformer.ops.triton.forward import plan_forward
 from diff_transformer.ops.triton.launching import INTERPRETED as INTERPRETED
-from diff_transformer.ops.triton.launching import like_queries, run, transposed_like
-from diff_transformer.ops.triton.launching import rows_contiguous as rows_contiguous
+from diff_transformer.ops.triton.launching import launched, like_queries, transposed_like
 from diff_transformer.ops.triton.tile_sizes import table_of
 
 log = logging.getLogger("diff_transformer")
@@ -39,10 +38,8 @@ def forward(*arguments: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     *operands, by_hopper, need_gradient = arguments
     call = Call(*operands)
     if by_hopper and _by_hopper("forward", call):
-        return attend_forward(call, need_gradient)
-    results, launches = plan_forward(call, need_gradient, table_of(call.q1))
-    run(launches, call.q1.device)
-    return results
+        return launched(*hopper_forward.plan_forward(call, need_gradient))
+    return launched(*plan_forward(call, need_gradient, table_of(call.q1)))
 
 
 @torch.library.custom_op(
@@ -56,10 +53,9 @@ def backward(dout: Tensor, *arguments: Any) -> tuple[Tensor, Tensor, Tensor, Ten
     *operands, by_hopper, out1, out2, lse1, lse2 = arguments
     call, saved = Call(*operands), (out1, out2, lse1, lse2)
     if by_hopper and _by_hopper("backward", call):
-        return *attend_backward(call, dout, saved), call.lam.new_empty(0)
-    results, launches = plan_backward(call, dout, saved, table_of(call.q1))
-    run(launches, call.q1.device)
-    return results
+        gradients = launched(*hopper_backward.plan_backward(call, dout, saved))
+        return *hopper_backward.summed(call, gradients), call.lam.new_empty(0)
+    return launched(*plan_backward(call, dout, saved, table_of(call.q1)))
 
 
 @forward.register_fake

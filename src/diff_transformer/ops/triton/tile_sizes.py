@@ -3,8 +3,8 @@
 Hopper's at the paper's widths were timed (``HOPPER_TIMED``); none of the others. Causal calls at the main widths spill
 no registers otherwise: benchmarks/results/compiled.json lists them. There are too many kinds of calls to compile all:
 tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of features that
-take registers (window, documents, mask, shared heads, shared keys). Some of them spill, but none uses a
-spilled register in a loop of products; none serialises wgmma, and all fit the shared memory of their chips.
+take registers (window, documents, mask, shared heads, shared keys). Some of them spill, but none uses a spilled
+register in a loop of products; none serialises wgmma, and all fit the shared memory of their chips.
 
 Registers are the limit. A thread has 255; the fp32 accumulators of 128 rows x 256 columns with 8 warps take 128 of
 them. Hopper multiplies 64 rows with 4 warps (wgmma), other chips 16 rows and 8 columns with each warp (mma.sync). There
@@ -41,10 +41,9 @@ class TileSize(NamedTuple):
 C = TileSize
 NARROW_KEYS = C(16, 64, 4, 1, False)  # with 8 warps, several would compute the same part of the keys' gradient
 
-# Tables: by kernel and by the largest widths (D, Dv) that an
-# entry is for. An entry has a configuration for plain calls, one for calls with a window, documents, shared heads or a
-# mask, and one for masks that differ between queries, of the forward for any mask and for a negative scale; where it is
-# shorter, the last one serves the rest.
+# Tables: by kernel and by the largest widths (D, Dv) that an entry is for. An entry has a configuration for plain
+# calls, one for calls with a window, documents, shared heads or a mask, and one for masks that differ between queries,
+# of the forward for any mask and for a negative scale; where it is shorter, the last one serves the rest.
 Table = dict[str, dict[tuple[int, int], tuple[TileSize, ...]]]
 
 MMA_SYNC: Table = {  # with at least 163 KiB of shared memory
