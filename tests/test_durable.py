@@ -19,11 +19,7 @@ def test_a_folder_that_is_not_there_yet_is_judged_by_what_is_around_it(tmp_path,
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # no rights bind root
     with pytest.raises(UserError, match=f"^{tmp_path} may not be written to; choose another --out, or change its mode"):
         require_writable(tmp_path / "a" / "b")
-
-
-def test_the_working_folder_is_named(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(os, "access", lambda path, mode: False)
     with pytest.raises(UserError, match=f"^{tmp_path} may not be written to"):
         require_writable(Path("page.html").parent)
 

@@ -4,8 +4,6 @@ import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from diff_transformer.errors import UserError
-
 VALIDATION_SHARE = 0.1
 
 
@@ -15,7 +13,7 @@ class Document:
 
     name: str
     text: str
-    group: str = ""  # decides the split (default: the name); documents that quote each other share a group
+    group: str = ""  # of documents that quote each other, and are on one side of the split
 
     @property
     def num_bytes(self) -> int:
@@ -46,15 +44,6 @@ def held_out_groups(groups: Iterable[str], share: float = VALIDATION_SHARE) -> s
     return held_out - {ordered[-1]}
 
 
-def held_out_split(documents: Sequence[Document]) -> tuple[list[Document], list[Document]]:
-    """(train, validation) by the documents' groups; see ``held_out_groups``."""
-    held_out = held_out_groups(document.group or document.name for document in documents)
-    sides: tuple[list[Document], list[Document]] = ([], [])
-    for document in documents:
-        sides[(document.group or document.name) in held_out].append(document)
-    return sides
-
-
 def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     """Whole documents in their order up to ``max_bytes`` of UTF-8; the last is cut at a line end if it does not fit."""
     taken: list[Document] = []
@@ -74,18 +63,3 @@ def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
 def hash_of_name(name: str) -> float:
     """A number in [0, 1), a hash of the name."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
-
-
-def decoded(name: str, data: bytes) -> str:
-    """UTF-8 text without a byte order mark, CRLF replaced by LF.
-
-    Raises:
-        UserError: for any other encoding; the message calls the text ``name``.
-    """
-    try:
-        return data.decode("utf-8-sig").replace("\r\n", "\n")
-    except UnicodeDecodeError as error:
-        raise UserError(
-            f"{name} is not UTF-8 (byte {error.start}: {data[error.start]:#04x}); convert it with "
-            "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
-        ) from None

@@ -9,7 +9,7 @@ from functools import cache
 from itertools import chain, zip_longest
 from pathlib import Path
 
-from diff_transformer.data.documents import Corpus, Document, held_out_split, stable_order
+from diff_transformer.data.documents import Corpus, Document, held_out_groups, stable_order
 from diff_transformer.errors import UserError
 
 SKIPPED_FOLDERS = frozenset(
@@ -41,8 +41,9 @@ def load_python_library() -> Corpus:
     documents = stable_order(document for document in prose + code if len(document.text) >= MIN_CHARACTERS)
     if not documents:
         raise UserError(f"no Python sources under {root} (a stripped Python?); give a text file or a folder instead")
-    train, validation = held_out_split(documents)
-    return Corpus(_alternate(train), _alternate(validation))
+    held_out = held_out_groups(document.group for document in documents)
+    sides = ([document for document in documents if (document.group in held_out) is out] for out in (False, True))
+    return Corpus(*map(_alternate, sides))
 
 
 def modules_of(root: Path) -> Iterator[Path]:

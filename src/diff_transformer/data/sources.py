@@ -15,7 +15,7 @@ from typing import Any, BinaryIO, TypeGuard
 from urllib.parse import parse_qsl
 
 from diff_transformer.checks import first_line, require_extra
-from diff_transformer.data.documents import decoded, hash_of_name, held_out_groups
+from diff_transformer.data.documents import hash_of_name, held_out_groups
 from diff_transformer.errors import UserError
 
 SPLITS = ("train", "validation")
@@ -244,15 +244,24 @@ class Reader:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file, decompressed; UserError for one that cannot be read or is not UTF-8."""
+    """The text of a file, decompressed, without a byte order mark, CRLF replaced by LF.
+
+    Raises:
+        UserError: for a file that cannot be read or is not UTF-8.
+    """
     try:
         with path.open("rb") as raw:
             data = unpacked(raw, str(path)).read()
+        return data.decode("utf-8-sig").replace("\r\n", "\n")
     except UserError:
         raise
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"{path} is not UTF-8 (byte {error.start}: {error.object[error.start]:#04x}); convert it with "
+            "`iconv -f ITS-ENCODING -t utf-8`, or take it out"
+        ) from None
     except Exception as error:  # each compression library raises its own errors
         raise UserError(f"{path} cannot be read ({first_line(error)})") from error
-    return decoded(str(path), data)
 
 
 def unpacked(raw: BinaryIO, path: str) -> Any:
