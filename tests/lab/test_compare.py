@@ -194,7 +194,9 @@ def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_
     [
         (["evaluation.needles=[[9,2]]"], {}, "with N=9, R=2; give a length of"),
         (["evaluation.needles=[]"], {}, r"evaluation\.needles is \[\]"),
-        (['data.mixture={"text": 1}', "data.length=30"], {}, "needles, question and answer take up to"),
+        (["evaluation.needle_lengths=[30,96]"], {}, "needles, question and answer take up to"),
+        (['data.mixture={"text": 1}', "data.length=40", "evaluation.needle_lengths=[128]"], {}, "with N=1, R=1; give"),
+        (["evaluation.needle_lengths=[96,4096]"], {}, "has 4096 tokens, more than model.max_position_embeddings 128"),
         ([], {"seeds": 0}, "seeds is 0"),
         ([], {"jobs": -1}, "jobs is -1"),
         (["train.steps=-5"], {}, r"train\.steps is -5"),

@@ -292,9 +292,16 @@ def _check_data(config: RunConfig) -> None:
 
     more = more_experiments(config)
     data = load_training_data(config)
-    filler = Filler(data.corpus.validation)
+    filler, settings = Filler(data.corpus.validation), config.evaluation
+    lengths = settings.needle_lengths or (config.data.length,)
+    positions = config.model.get("max_position_embeddings", max(lengths))
+    if positions < max(lengths):
+        raise UserError(
+            f"evaluation.needle_lengths has {max(lengths)} tokens, more than model.max_position_embeddings "
+            f"{positions}; give fewer, or raise the latter"
+        )
     asked = settings_of_run(config)["needle"]
-    single = dataclasses.replace(asked, cells=((1, 1),))  # as attention is allocated to
+    single = dataclasses.replace(asked, cells=((1, 1),), lengths=(config.data.length,))  # as attention is allocated to
     for needles in (asked, single):
         check_needle_fits(filler, Asking(data.tokenizer, needles))
     for name, rows in ROWS_OF_TEXT.items():

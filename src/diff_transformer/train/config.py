@@ -171,7 +171,8 @@ class EvaluationConfig:
 
     # cells (N, R) of Table 2
     needles: Cells = ((1, 1), (2, 1), (4, 1), (4, 2))
-    samples: PositiveInt = 40  # prompts a cell and depth of Table 2
+    needle_lengths: tuple[int, ...] = ()  # tokens of the prompts of Table 2; () for `data.length`
+    samples: PositiveInt = 40  # prompts a cell, length and depth of Table 2
     allocation_samples: PositiveInt = 20  # prompts a depth of Table 3
     loss_rows: PositiveInt = 256  # held-out rows for the loss and its slices
     outlier_rows: PositiveInt = 64  # held-out rows for Table 5
