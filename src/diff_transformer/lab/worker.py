@@ -158,7 +158,7 @@ def settings_of_run(config: RunConfig) -> dict[str, Any]:
     needles = {"corpus": corpus, "digits": config.data.needles.digits, "seed": of.seed}
     return {
         "needle": settings_of("needle", {
-            **needles, "cells": of.needles, "lengths": (length,), "samples": of.samples,
+            **needles, "cells": of.needles, "lengths": of.needle_lengths or (length,), "samples": of.samples,
         }),
         "allocation": settings_of("allocation", {
             **needles, "length": length - 4, "samples": of.allocation_samples,
