@@ -120,20 +120,6 @@ def test_the_time_limit_asks_runs_to_save_and_returns(runs):
     assert workers.log == [("a", "started"), ("a", "SIGTERM")]
 
 
-def test_a_worker_that_takes_long_to_save_is_waited_for(runs, monkeypatch, caplog):
-    class Slow(Worker):
-        def wait(self, timeout=None):
-            if timeout is not None:
-                raise subprocess.TimeoutExpired("worker", timeout)
-            self.log.append((self.folder.name, "saved"))
-
-    workers = Workers({})
-    monkeypatch.setattr(workers, "start", lambda folder: Slow(folder, None, workers.log))
-    run_pool(runs, jobs=1, show=lambda *_: time.sleep(0.2), executor=workers, until=time.monotonic() + 0.1)
-    assert workers.log == [("a", "SIGTERM"), ("a", "saved")]
-    assert "a takes its step to the end and saves; Ctrl-C stops it at once" in caplog.text
-
-
 def test_bars_show_every_run(runs):
     console = Console(record=True, width=120)
     with progress_bars(runs, console) as show:

@@ -11,7 +11,7 @@ from diff_transformer.errors import UserError
 from diff_transformer.lab.paper import SAID
 from diff_transformer.lab.rows import Rows, row
 from diff_transformer.report import figures
-from diff_transformer.report.charts import names_of
+from diff_transformer.report.charts import draw, names_of
 from diff_transformer.report.explorer import examples
 from diff_transformer.report.page import judged, render, terminal_table, write_picture, write_report
 from diff_transformer.report.tables import markdown
@@ -91,7 +91,8 @@ def heads_of(*sides):
             "No claim of the paper could be",
         ),
         (comparison(("diff",)), "1 model measured; nothing to compare with."),
-        (comparison(("softmax", "llama", "gpt", "qwen")), "4 models measured; none is the baseline of another"),
+        (comparison(("softmax", "mine"), setting="own"), "mine against its matched Transformer"),
+        (comparison(("softmax", "llama", "gpt", "qwen"), setting=""), "4 models measured; none is the baseline"),
         (comparison(("llama", "gpt")), "2 models measured; none is the baseline of another"),
         (comparison(seeds=(0, 1, 2)), "After Holm's correction"),
         ([row("quantization_choice", "m", example=i, bits=4, score=1.0) for i in range(3)], "Right choices with"),
@@ -210,6 +211,13 @@ def test_axes_are_in_order_and_have_labels_whatever_was_measured(tmp_path):
     text = write_picture(Rows(largest), "outliers", tmp_path / "b.svg").read_text()
     assert "NaN" not in text
     assert ">100</text>" in text
+
+
+def test_runs_of_one_size_are_a_point():
+    runs = [row("scaling_runs", "diff", example=i, fit="tokens", x=10 * (i // 3), loss=3.0 + i) for i in range(9)]
+    sides = {"diff": "DIFF"}
+    (drawn, _) = draw(figures.scaling(Rows(runs), sides), sides, 300, 2)["concat"]
+    assert [point["y"] for point in drawn["layer"][0]["data"]["values"]] == [4.0, 7.0, 10.0]
 
 
 def test_nothing_is_written_over_and_no_rows_are_refused(tmp_path):

@@ -45,6 +45,7 @@ def run_bench(
         raise UserError(f"full and grid choose shapes of the benchmark 'attention'; {name!r} has its own")
     require_device(device)
     kind = torch.device(device).type
+    require_known("benchmark on", kind, pair.SETTINGS)
     shapes = default_grid(device, full) if grid is None else parse_shapes(grid)
     out = out or Path("runs", "bench", f"{name}-{device}-{time.strftime('%Y%m%d-%H%M%S')}.json")
     require_writable(out.parent)

@@ -15,7 +15,6 @@ import logging
 import os
 import re
 from collections.abc import Callable, Mapping
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import cache, partial
 from pathlib import Path
@@ -107,12 +106,12 @@ def evaluate_harness(
     """
     check_template(getattr(lm, "tokenizer", None), settings.chat_template)
     lm_eval = require_installed()
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     rows: list[dict] = []
-    with _quiet():
-        model = harness_model(lm, samples)
-        for name, source in tasks.items():
-            model.task_name = name
-            rows += _scored(lm_eval, model, name, source(), settings)
+    model = harness_model(lm, samples)
+    for name, source in tasks.items():
+        model.task_name = name
+        rows += _scored(lm_eval, model, name, source(), settings)
     about = {"tasks": list(tasks), "lm_eval": lm_eval.__version__}
     return Result("harness", rows, about | template_details(settings.chat_template))
 
@@ -169,25 +168,6 @@ def require_installed() -> Any:
             "`pip install diff-transformer[harness]`"
         ) from None
     return lm_eval
-
-
-@contextmanager
-def _quiet():
-    """Silence the harness's log and progress bars, which would interleave with ours."""
-    import lm_eval.api.task
-
-    module: Any = lm_eval.api.task
-    logger = logging.getLogger("lm_eval")
-    level, bars = logger.level, getattr(module, "tqdm", None)
-    logger.setLevel(logging.ERROR)
-    if bars is not None:
-        module.tqdm = lambda iterable, **_: iterable
-    try:
-        yield
-    finally:
-        logger.setLevel(level)
-        if bars is not None:
-            module.tqdm = bars
 
 
 def harness_task(name: str):

@@ -61,7 +61,6 @@ def compare(
     executor: Executor | None = None,
     minutes: float | None = None,
     report: bool = True,
-    console=None,
     dry_run: bool = False,
 ) -> Verdicts:
     """Train a DIFF Transformer and its matched Transformer, measure both, judge the claims, write the report.
@@ -108,7 +107,7 @@ def compare(
         RunFailed: if training or measuring fails.
         RuntimeError: with ``report``, without the extra of that name.
     """
-    console = console or Console()
+    console = Console()
     config = recipe(config) if isinstance(config, str) else config
     if settings:
         config = override(config, [f"{name}={json.dumps(value, default=str)}" for name, value in settings.items()])

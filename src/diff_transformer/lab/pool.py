@@ -5,10 +5,8 @@ is a worker (``lab/worker.py``) that an ``Executor`` starts: ``LocalProcesses`` 
 cluster (``lab/ray_pool.py``).
 """
 
-import logging
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,10 +23,7 @@ from diff_transformer.lab.spec import RunSpec
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.signals import Interrupted, Stopped
 
-logger = logging.getLogger("diff_transformer")
-
 _POLL_SECONDS = 0.5
-_QUIET_SECONDS = 60  # of a stop, after which it says which workers it waits for
 _END = 12  # lines of a log in an error
 _FEW = 8  # runs that each have a progress bar from the start
 
@@ -47,7 +42,7 @@ class Worker(Protocol):
 
     def send_signal(self, sig: int, /) -> None: ...
 
-    def wait(self, timeout: float | None = None) -> int: ...
+    def wait(self) -> int: ...
 
 
 class Executor(Protocol):
@@ -135,17 +130,13 @@ def _check(code: int, spec: RunSpec, folder: Path) -> None:
 
 def _stop(working: dict[Path, Worker]) -> None:
     """Ask each worker to save and stop, and wait for it, however long its step takes."""
-    workers = {folder: working.pop(folder) for folder in list(working)}
-    for worker in workers.values():
+    workers = [working.pop(folder) for folder in list(working)]
+    for worker in workers:
         if worker.poll() is None:
             with suppress(ProcessLookupError):
                 worker.send_signal(signal.SIGTERM)
-    for folder, worker in workers.items():
-        try:
-            worker.wait(timeout=_QUIET_SECONDS)
-        except subprocess.TimeoutExpired:
-            logger.warning("%s takes its step to the end and saves; Ctrl-C stops it at once, unsaved", folder.name)
-            worker.wait()
+    for worker in workers:
+        worker.wait()
 
 
 @contextmanager

@@ -46,7 +46,6 @@ def run_study(
     minutes: float | None = None,
     jobs: int | None = None,
     executor: Executor | None = None,
-    console=None,
     dry_run: bool = False,
 ) -> Progressed:
     """Run the unfinished runs of a study in ``out``; stop after ``minutes``.
@@ -67,7 +66,7 @@ def run_study(
         UserError: if ``out`` is not writable, or another study is running in it.
     """
     require_positive(minutes=minutes, jobs=jobs)
-    console, out = console or Console(), Path(out)
+    console, out = Console(), Path(out)
     require_writable(out)
     if executor is None:
         jobs = jobs or default_jobs(os.cpu_count() or 1)

@@ -173,7 +173,7 @@ def _curve(panel: Panel, sides: Sides) -> Spec:
     frame = panel.frame.dropna(subset=[panel.y]).assign(name=lambda of: of["side"].map(sides))
     frame = frame.rename(columns={panel.x: "x", panel.y: "y"})[["name", "seed", "x", "y"]]
     seeds = frame.groupby("name")["seed"].nunique()
-    mean = frame.groupby(["name", "x"], as_index=False).agg(y=("y", "mean"), seeds=("y", "size"))
+    mean = frame.groupby(["name", "x"], as_index=False).agg(y=("y", "mean"), seeds=("seed", "nunique"))
     mean = mean[mean["seeds"] == mean["name"].map(seeds)]
     words = zip(mean["name"], mean["x"], mean["y"], strict=True)
     mean = mean.assign(words=[f"{name}, {panel.x} {x:g}: {y:.4g}" for name, x, y in words])

@@ -85,15 +85,15 @@ def _new_file(out: Path, overwrite: bool) -> Path:
     return out
 
 
-def ours_and_others(rows: Rows, study: bool = False) -> tuple[str, list[str]]:
+def ours_and_others(rows: Rows) -> tuple[str, list[str]]:
     """The side whose claims are judged, and those it is compared with; "" and none without a pair.
 
-    Args:
-        study: take any side; else one of this package, as a model from elsewhere is no counterpart of a Transformer.
+    It is one of this package or of a study, as a model from elsewhere is no counterpart of a Transformer.
     """
     ours, baseline = PAIR
     if ours not in rows.sides:
-        known = [side for side in rows.sides if study or side in NAMES]
+        studied = rows.only(setting=[setting for setting in rows.settings if setting]).sides
+        known = [side for side in rows.sides if side in NAMES or side in studied]
         ours = next((side for side in known if side not in (baseline, *CONTROLS, SOURCE)), "")
     others = [side for side in (baseline, *CONTROLS) if side in rows.sides]
     return (ours, others) if ours and baseline in others else ("", [])
@@ -175,7 +175,7 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
     """One setting: verdicts on the pair, every other model against the Transformer, and the figures."""
     from diff_transformer.report.charts import NARROW, forest, svg
 
-    ours, others = ours_and_others(rows, study=brief)
+    ours, others = ours_and_others(rows)
     quantities = [QUANTITIES[id] for id in OF_TABLES] if brief else None
     verdicts = judge(rows, ours, others, quantities) if ours else {}
     drawn = {id: of for id, of in verdicts.items() if next(iter(of.values())).quantity.claim}
