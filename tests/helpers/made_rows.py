@@ -68,9 +68,7 @@ def model(side, seed=0, setting="demo", examples=40):
         made.append(row("validation", *key, example=step, step=step, loss=base + 4 - step / 25))
         made.append(row("recall_curve", *key, example=step, step=step, accuracy=min(1.0, step / 50)))
         if side == "diff":
-            made += [
-                row("lambda", *key, example=step, step=step, layer=k, value=0.2 + step / 500, init=0.2) for k in (0, 1)
-            ]
+            made += [row("lambda", *key, example=step, step=step, layer=k, value=0.2 + step / 500) for k in (0, 1)]
     for kind in ("logits", "hidden"):
         for k in (0, 1, 10):
             made.append(row("outliers_top", *key, example=f"{kind}{k}", kind=kind, layer=-1, k=k, value=20.0 / (k + 1)))

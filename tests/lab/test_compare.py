@@ -68,7 +68,7 @@ def test_everything_is_written(finished):
     assert [entry["title"] for entry in rows.only(side="softmax")["explorer"]["entry"]] == [
         "One needle", "Two needles, one asked for", "Key-value recall in noise"
     ]  # fmt: skip
-    assert rows.about("comparison").keys() == {"created", "seconds", "seeds"}  # a script is no command
+    assert rows.about("comparison").keys() == {"seconds", "seeds"}  # a script is no command
     assert list(verdicts) == [
         "loss", "recall", "ar_hit", "others", "needle_n1_r1", "needle_n2_r1", "answer", "noise", "logits",
         "logits_in_medians", "hidden", "hidden_in_medians", "throughput", "long_nll",

@@ -5,7 +5,6 @@ times the models in turns, judges the claims, and writes the report.
 """
 
 import dataclasses
-import datetime
 import itertools
 import json
 import math
@@ -176,7 +175,6 @@ def _write_facts(out: Path, about: Mapping[str, Any], seconds: float) -> None:
     by_command = called.stem == "diff-transformer" or called.parts[-2:] == ("diff_transformer", "__main__.py")
     facts = {
         **({"command": shlex.join(["diff-transformer", *sys.argv[1:]])} if by_command else {}),
-        "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "seconds": earlier + seconds,
         **about,
     }

@@ -59,7 +59,7 @@ TABLES: dict[str, tuple[str, ...]] = {  # columns that quantities and figures re
     "recall_curve": ("step", "accuracy"),
     "needles_curve": ("step", "accuracy"),
     "sources": ("step", "source", "loss"),
-    "lambda": ("step", "layer", "value", "init"),
+    "lambda": ("step", "layer", "value"),
     "gradients": ("median", "largest", "spikes"),
     "model": ("parameters", "flops_per_token", "kv_bytes_per_token", "intermediate_size"),
     "explorer": ("entry",),  # attention maps of one text

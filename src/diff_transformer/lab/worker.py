@@ -178,7 +178,7 @@ def _rows_of_training(
     spec: RunSpec, folder: Path, size: dict[str, Any], diverged: str | None, seconds: float
 ) -> Iterator[dict]:
     lines = read_metrics(folder / "run" / "metrics.jsonl")
-    yield from rows_of_curves(lines, spec.config.model, *spec.identity)
+    yield from rows_of_curves(lines, *spec.identity)
     norms: dict[str, Any] = gradient_metrics([line["grad_norm"] for line in lines if "loss" in line])
     yield row("gradients", *spec.identity, **norms)
     if size:
@@ -189,8 +189,8 @@ def _rows_of_training(
             yield row("about", *spec.identity, example=key, of=of, key=key, value=value)
 
 
-def rows_of_curves(lines: list[dict], model: dict, side: str, seed: int = 0, setting: str = "") -> Iterator[dict]:
-    """The rows of a run's curves, from the lines of its ``metrics.jsonl``; ``model`` are the fields of the model."""
+def rows_of_curves(lines: list[dict], side: str, seed: int = 0, setting: str = "") -> Iterator[dict]:
+    """The rows of a run's curves, from the lines of its ``metrics.jsonl``."""
 
     def of(table: str, step: int, **columns: Any) -> dict:
         return row(table, side, seed, setting, example=step, step=step, **columns)
@@ -208,10 +208,9 @@ def rows_of_curves(lines: list[dict], model: dict, side: str, seed: int = 0, set
     for source, losses in losses_by_source(logged, [line["step"] for line in checked]).items():
         for step, loss in losses.items():
             yield of("sources", step, source=source, loss=loss)
-    init = _initial_lambdas(model) if any(line.get("lambda") for line in logged) else []
     for line in logged:
         for layer, value in enumerate(line.get("lambda") or ()):
-            yield of("lambda", line["step"], layer=layer, value=value, init=init[layer] if init else None)
+            yield of("lambda", line["step"], layer=layer, value=value)
 
 
 def losses_by_source(logged: list[dict], steps: list[int]) -> dict[str, dict[int, float]]:
@@ -244,18 +243,6 @@ def gradient_metrics(norms: list[float]) -> dict[str, float | None]:
     if not late:  # diverged before anything was logged
         return {"median": None, "largest": None, "spikes": 0}
     return {"median": late[len(late) // 2], "largest": late[-1], "spikes": spikes}
-
-
-def _initial_lambdas(model: dict) -> list[float]:
-    from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.lambdas import lambda_init
-
-    config = DiffTransformerConfig(**model)
-    if config.attention != "diff":
-        return []
-    setting, offset = config.lambda_init, config.lambda_depth_offset
-    layers = range(config.num_hidden_layers)
-    return [lambda_init(i, offset) if setting == "depth" else float(setting) for i in layers]
 
 
 # ---- the process

@@ -268,14 +268,14 @@ def scaling(rows: Rows, sides: Sides) -> list[Panel]:
     ]
 
 
-@figure("lambda", "Lambda, layer by layer", "Section 2.1", "lambda", "Lambda of each layer, and where it began.")
+@figure("lambda", "Lambda, layer by layer", "Section 2.1", "lambda", "Lambda of each layer over training.")
 def lambdas(rows: Rows, sides: Sides) -> list[Panel]:
     frame = rows["lambda"]
-    last = frame.sort_values("step").groupby(["side", "seed", "layer"], as_index=False).tail(1)
-    ends = last.melt(["side", "seed", "layer"], ["init", "value"], "when", "lambda").sort_values(["layer", "when"])
-    ends = ends.dropna(subset=["lambda"]).assign(layer=lambda of: of["layer"].map("{:g} ".format) + of["when"])
+    logged = frame.sort_values("step").groupby(["side", "seed", "layer"], as_index=False)
+    ends = pd.concat([logged.head(1).assign(when="first"), logged.tail(1).assign(when="last")])
+    ends = ends.sort_values(["layer", "when"]).assign(layer=lambda of: of["layer"].map("{:g} ".format) + of["when"])
     layers = [Panel(f"Layer {k:g}", of, "value", "step", "curve") for k, of in frame.groupby("layer")]
-    return [*layers[:3], Panel("Initial and last value of each layer", ends, "lambda", "layer")]
+    return [*layers[:3], Panel("First and last value of each layer", ends, "value", "layer")]
 
 
 @figure("throughput", "Speed", "Table 7", "throughput", "Tokens a second on equal batches, timed in turns.")
