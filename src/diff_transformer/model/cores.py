@@ -16,8 +16,7 @@ from diff_transformer.model.heads import MATCHED, HeadCounts, Variant
 from diff_transformer.model.inputs import Packing, Visible
 from diff_transformer.model.lambdas import FixedLambda, LearnedLambda, TokenLambda, lambda_init
 from diff_transformer.model.layers import RMSNorm
-from diff_transformer.ops.api import diff_attention, diff_attention_maps
-from diff_transformer.ops.cpu.decode import can_decode, decode_heads
+from diff_transformer.ops.api import can_decode, decode_heads, diff_attention, diff_attention_maps
 from diff_transformer.ops.reference import DiffMaps
 from diff_transformer.ops.sdpa import packed_attention, packs, softmax_attention
 from diff_transformer.ops.varlen import diff_attention_varlen

@@ -6,6 +6,8 @@ from diff_transformer.ops import reference
 from diff_transformer.ops.arguments import autocast_off
 from diff_transformer.ops.backends import BACKENDS, resolve
 from diff_transformer.ops.call import Call, check, is_empty, zeros
+from diff_transformer.ops.cpu.decode import can_decode as can_decode
+from diff_transformer.ops.cpu.decode import decode_heads as decode_heads
 from diff_transformer.ops.reference import DiffMaps
 
 

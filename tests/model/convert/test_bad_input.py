@@ -1,6 +1,7 @@
 """Folders without a checkpoint of a known layout are refused in words, and nothing is left behind."""
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -69,6 +70,8 @@ def test_other_tensors(llama, save, changes, message):
 
 def test_folders_that_hold_no_model(llama, tmp_path):
     refused(tmp_path / "nowhere", "has no config.json; give the folder of a saved model")
+    with pytest.raises(UserError, match=f"{Path.home()}/nowhere has no config.json"):
+        convert_folder("~/nowhere", tmp_path / "out")
     first, second, *_ = sorted(llama.glob("*.safetensors"))
     second.write_bytes(second.read_bytes()[:-100])
     refused(llama, "cannot be loaded")

@@ -116,7 +116,7 @@ def convert_folder(
         UserError: for unknown names, a folder without a model, a model that cannot be represented in the target, or an
             ``out`` that is not empty.
     """
-    source, out = Path(source), Path(out)
+    source, out = Path(source).expanduser(), Path(out).expanduser()
     require_known("target", target, FOLDER_TARGETS)
     if target in (*KINDS, DEX):
         check_start(target, lambda_init)

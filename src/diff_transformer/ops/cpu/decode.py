@@ -72,13 +72,12 @@ def decode_heads(
         return None
     weights = lambda_vectors if norm_weight is None else (*lambda_vectors, norm_weight)
     numbers = [x for x in (lam, first, gate) if isinstance(x, Tensor)]
-    if not _readable((*numbers, *weights)):
+    if not _readable((*numbers, *weights)) or not all(x.is_contiguous() for x in weights):
         return None
     for x in lambda_vectors:
-        if x.dtype != torch.float32 or x.numel() != lambda_vectors[0].numel() or not x.is_contiguous():
+        if x.dtype != torch.float32 or x.numel() != lambda_vectors[0].numel():
             return None
-    w = norm_weight
-    if w is not None and (w.shape != (Dv,) or not w.is_contiguous() or w.dtype not in _DTYPES):
+    if norm_weight is not None and (norm_weight.shape != (Dv,) or norm_weight.dtype not in _DTYPES):
         return None
     out = v.new_empty(B, T, H, Dv)
     copies: list[Tensor] = []

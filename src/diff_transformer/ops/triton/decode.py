@@ -98,8 +98,7 @@ def attend_decode(*arguments: Any) -> Tensor:
     entry b is aligned to key lengths[b] - 1. Values outside 0 to S count as 0 and S. There are no packed documents.
     Returns [B, H, T, Dv], contiguous.
     """
-    *operands, lengths = arguments
-    call = Call(*operands)
+    call, lengths = Call(*arguments[:-1]), arguments[-1]
     return launched(*plan_decode(call, lengths, multiprocessors(call.q1.device)))[0]
 
 
