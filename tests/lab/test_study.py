@@ -120,8 +120,8 @@ def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
         run_study([Stage({"a": tiny(texts)}, PAIR, (0,), (1e-3, 1e-2))], out)
     with pytest.raises(ValueError, match=r"a sweep chooses the rate; leave \{rate\} out"):
         Stage({"a": tiny(texts)}, PAIR, (0,), SWEPT, "{setting}-lr{rate:g}")
-    with pytest.raises(UserError, match=r"no experiment of `measure` 'ruler'; there are: needle, allocation, .*more"):
-        run_study([*study(texts), Stage({"a": tiny(texts)}, PAIR, (0,), measure=("ruler",))], out)
+    with pytest.raises(UserError, match=r"no experiment of `measure` 'sonnets'; there are: needle, allocation, .*more"):
+        run_study([*study(texts), Stage({"a": tiny(texts)}, PAIR, (0,), measure=("sonnets",))], out)
     other = Stage({"a": tiny(texts)}, {"mine": PAIR["diff"]}, (0,), SWEPT)
     with pytest.raises(UserError, match="mine takes the rate of a sweep of mine, and no stage before is one"):
         run_study([sweep(texts), other], out)

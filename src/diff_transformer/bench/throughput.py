@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from diff_transformer.bench.timing import interleaved_times
-from diff_transformer.checks import require_positive
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.types import Result
 from diff_transformer.train.loss import Objective
@@ -29,7 +28,6 @@ def measure_throughput(
         precision: that of the training run; "bf16-mixed" autocasts both kinds.
         pass_rows, loss_chunk: rows of a pass of the step, and tokens whose logits it holds at a time; 0 for all.
     """
-    require_positive(repeats=repeats)
     kinds = {"train": partial(training_step, rows=pass_rows, chunk=loss_chunk), "forward": _forward}
     runs = {(kind, name): make(model, ids, precision) for kind, make in kinds.items() for name, model in models.items()}
     times = interleaved_times(runs, repeats, str(ids.device))

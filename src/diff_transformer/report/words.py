@@ -12,17 +12,6 @@ PAPER_PARAMETERS, PAPER_TOKENS = 2.8e9, 1e12
 _THAN = {
     Outcome.HELD: "better than", Outcome.FAILED: "worse than", Outcome.INCONCLUSIVE: "not distinguishable from",
 }  # fmt: skip
-DEFINITIONS = {
-    "Loss": "mean cross-entropy of the next token on held-out text, in nats a token.",
-    "AR-Hit and others": "an AR-Hit token ends an n-gram that occurred earlier in the same context and is rare in the "
-    "training text. Others are all remaining tokens.",
-    "Needle accuracy": "share of the R numbers asked for that greedy decoding gives exactly and in order.",
-    "Attention allocation": "from the last position of a retrieval prompt, each head's weights over the sum of their "
-    "magnitudes. Answer is the share on the sentence asked for.",
-    "Difference": "DIFF minus the other model, paired by training seed and example. An interval over examples is for "
-    "these trained models; another seed may give another difference. With three seeds or more, intervals are for new "
-    "seeds and new examples, and p-values are of the paired t-test, and of sign flips.",
-}
 
 
 def number(value: float | None, sign: bool = False) -> str:
