@@ -34,15 +34,13 @@ class Heartbeat(threading.Thread):
     def run(self) -> None:
         with suppress(RuntimeError):  # the store ends with torchrun, which ends the processes
             while not self.over.wait(self._pause):
-                stalled = self.stalled()
-                if not stalled or self.over.is_set():
-                    continue
-                if self.rank == min(set(range(self.world)) - set(stalled) or stalled):
-                    about = "; ".join(f"rank {rank} {text}" for rank, text in stalled.items())
-                    about = f"no process moved for {self.seconds:.0f} s: {about}\nthe last checkpoint is intact"
-                    print(f"error: {about}; continue with --resume", file=sys.stderr, flush=True)
-                time.sleep(2 * self._pause)  # for the others to see it too
-                os._exit(os.EX_TEMPFAIL)  # the run can be resumed
+                if (stalled := self.stalled()) and not self.over.is_set():
+                    if self.rank == min(set(range(self.world)) - set(stalled) or stalled):
+                        about = "; ".join(f"rank {rank} {text}" for rank, text in stalled.items())
+                        about = f"no process moved for {self.seconds:.0f} s: {about}\nthe last checkpoint is intact"
+                        print(f"error: {about}; continue with --resume", file=sys.stderr, flush=True)
+                    time.sleep(2 * self._pause)  # for the others to see it too
+                    os._exit(os.EX_TEMPFAIL)  # the run can be resumed
 
     def stalled(self) -> dict[int, str]:
         """Publish this process's progress and read everybody's: the ranks that hold up the others, if any, and why."""
