@@ -74,7 +74,7 @@ def run_study(
     if out.is_dir() and any(out.iterdir()) and not _holds_runs(out):
         raise UserError(f"{out.absolute()} is not empty and holds no study; choose another folder")
     first, *more = _parts(stages)
-    specs, rates = _specs(first, {}), {}
+    specs, rates = [spec for stage in first for spec in stage.specs({})], {}
     _check(specs, out)
     every = {spec.key: spec for spec in _all_specs(stages)}
     _check_measured([*every.values()])
@@ -90,7 +90,7 @@ def run_study(
             if not all(finished(out / spec.key) for spec in specs):
                 break
             rates |= best_rates(before[-1], rates, out)
-            specs = _specs(part, rates)
+            specs = [spec for stage in part for spec in stage.specs(rates)]
             _check(specs, out)
             _run(specs, out, pool, console)
         return Progressed(sum(finished(out / key) for key in every), len(every))
@@ -125,10 +125,6 @@ def _check_measured(specs: Sequence[RunSpec]) -> None:
         known = [*settings_of_run(spec.config), EXPLORER, *more_experiments(spec.config)]
         for name in spec.measure:
             require_known("experiment of `measure`", name, known, "; others are settings of evaluation.more")
-
-
-def _specs(part: list[Stage], rates: dict[str, float]) -> list[RunSpec]:
-    return [spec for stage in part for spec in stage.specs(rates)]
 
 
 def best_rates(sweep: Stage, rates: dict[str, float], out: Path) -> dict[str, float]:
