@@ -137,7 +137,7 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
     checkpoints = Checkpoints(folder, fabric, keep=settings.checkpoint_keep, background=settings.checkpoint_async)
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
     say(describe(run.plan))
-    if resume:
+    if step:
         say(f"continues after step {step:,} of {settings.steps:,}")
     if 0 < step < settings.steps:
         on_first_rank(fabric, lambda: refuse_other_rows(folder, run.data))
