@@ -144,3 +144,15 @@ def test_a_learned_bias_has_the_heads_of_the_output(attention, heads):
     assert layer.heads.outputs == heads
     assert bias.grad is not None
     assert bias.grad.abs().max() > 0
+
+
+def test_large_queries_and_keys_are_clipped():
+    torch.manual_seed(0)
+    x = torch.randn(2, 9, 32, dtype=torch.float64)
+    layer = DiffAttention(32, 4, attention="diff_v3", is_causal=True, rope_theta=1e4, qk_clip=0.5).double()
+    queries, keys, _ = layer._project(x, None, None, None, None)
+    layer.qk_clip = None
+    for clipped, whole in zip((queries, keys), layer._project(x, None, None, None, None), strict=False):
+        size = whole.square().mean(-1, keepdim=True).sqrt()
+        assert size.min() < 0.5 < size.max()
+        torch.testing.assert_close(clipped, whole * (0.5 / size).clamp(max=1), atol=1e-6, rtol=1e-6)

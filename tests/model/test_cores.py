@@ -366,6 +366,7 @@ def test_other_fields_hold_beside_another_lambda(attention, lam, head_norm, fact
     ("fields", "message"),
     [
         ({"head_norm_eps": 0}, "head_norm_eps is 0; it must be positive"),
+        ({"qk_clip": 0}, "qk_clip is 0; it must be positive"),
         ({"rms_norm_eps": -1}, "rms_norm_eps is -1; it must be positive"),
         ({"core": {"head_norm_init": 0.5}}, "no field of core 'head_norm_init'"),  # two of them would disagree
         ({"core": {"initial_ratio": "a"}}, "initial_ratio is 'a'; give a number"),

@@ -91,6 +91,30 @@ def test_a_model_is_saved_with_its_progress(tmp_path):
     assert_close(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "folded")), logits(model), rtol=1e-5, atol=2e-6)
 
 
+def step(model, optimizer, share):
+    set_progress(model, share)
+    model(tokens(), labels=tokens()).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_to_add_instead_of_to_subtract_is_the_same_model():
+    """W_D starts at 0 and Adam does not see the sign of a gradient: with lambda negated, W_D is negated."""
+    found = []
+    for sign in (1, -1):
+        model = differentiate(source(), "dex")
+        for module in extensions(model):
+            module.start *= sign
+            module.lam.requires_grad_(False)
+        optimizer = torch.optim.AdamW([x for x in trained_by_dex(model) if x.requires_grad], lr=1e-2)
+        for number in range(4):
+            step(model, optimizer, number / 8)
+        found.append((logits(model), next(extensions(model)).weight.detach().clone()))
+    assert found[0][1].abs().max() > 1e-3
+    assert_close(found[1][1], -found[0][1], rtol=1e-4, atol=1e-6)
+    assert_close(found[1][0], found[0][0], rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize(("name", "out"), [("Qwen3", "o_proj"), ("Phi", "dense")])
 def test_queries_and_the_rest_are_not_trained(name, out):
     model = differentiate(source(name), "dex")

@@ -19,7 +19,7 @@ from diff_transformer.model.dint import DintCore
 from diff_transformer.model.heads import HeadCounts, Variant, count_heads, default_key_value_heads, variant_of
 from diff_transformer.model.implementations import attention_backend
 from diff_transformer.model.inputs import Visible
-from diff_transformer.model.layers import RMSNorm, apply_rotary, rotary_tables
+from diff_transformer.model.layers import RMSNorm, apply_rotary, clip_rms, rotary_tables
 from diff_transformer.ops.reference import DiffMaps
 
 
@@ -27,6 +27,7 @@ class Attention(nn.Module):
     """Multi-head attention around a ``core``: W_Q, W_K, W_V, rotary embedding, cache, W_O; biases only if ``bias``.
 
     ``qk_norm``: epsilon of an RMSNorm of each query and key head before the rotary embedding; none if None.
+    ``qk_clip``: largest RMS of a query or key head; larger ones are scaled down to it.
     """
 
     in_model = False  # a model computes the rotary embedding once for all of its layers
@@ -43,10 +44,11 @@ class Attention(nn.Module):
         layer_idx: int = 0,
         bias: bool = False,
         qk_norm: float | None = None,
+        qk_clip: float | None = None,
     ):
         super().__init__()
         context_size, d, dv = context_size or hidden_size, heads.head_dim, heads.value_dim
-        self.is_causal, self.rope_theta, self.layer_idx = is_causal, rope_theta, layer_idx
+        self.is_causal, self.rope_theta, self.layer_idx, self.qk_clip = is_causal, rope_theta, layer_idx, qk_clip
         self.heads, self.head_dim, self.value_dim = heads, d, dv
         self.q_proj = nn.Linear(hidden_size, heads.queries * d, bias=bias)
         self.k_proj = nn.Linear(context_size, heads.keys * d, bias=bias)
@@ -63,7 +65,7 @@ class Attention(nn.Module):
             config.variant, config.hidden_size, config.heads, layer_idx, backend=attention_backend(config),
             window=config.sliding_window, norm_eps=config.head_norm_eps or config.rms_norm_eps,
         )  # fmt: skip
-        layer = Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx)
+        layer = Attention(config.hidden_size, config.heads, core, layer_idx=layer_idx, qk_clip=config.qk_clip)
         layer.in_model = True
         return layer
 
@@ -164,6 +166,8 @@ class Attention(nn.Module):
         v = _by_head(self.v_proj(source), self.value_dim)  # [B, S, value heads, dv]
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
+        if self.qk_clip is not None:
+            q, k = clip_rms(q, self.qk_clip), clip_rms(k, self.qk_clip)
         tables = position_embeddings or self._rotary_tables(position_ids, q.shape[1], cache, q.device)
         if tables is not None:
             if context is not None:
@@ -226,8 +230,8 @@ class DiffAttention(Attention):
         bias: whether the four projections have biases (the paper's have none).
         qk_norm: whether each query and key head passes an RMSNorm over ``head_dim`` before the rotary embedding, with
             one weight for all query heads and one for all key heads (the paper has none).
-        lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, backend: as in
-            ``DiffTransformerConfig``. Those of a part that the variant lacks are ignored.
+        lambda_learned, signal_heads_per_noise_head, head_norm, head_norm_init, lambda_std, norm_eps, qk_clip, backend:
+            as in ``DiffTransformerConfig``. Those of a part that the variant lacks are ignored.
 
     ``forward`` returns ``(out, weights or None)``, as ``torch.nn.MultiheadAttention`` does; ``torch.nn.Sequential``
     needs a wrapper that returns the first.
@@ -260,11 +264,12 @@ class DiffAttention(Attention):
         window: int | None = None,
         bias: bool = False,
         qk_norm: bool = False,
+        qk_clip: float | None = None,
     ):
         require_positive(
             hidden_size=hidden_size, num_heads=num_heads, num_key_value_heads=num_key_value_heads, head_dim=head_dim,
             value_head_dim=value_head_dim, signal_heads_per_noise_head=signal_heads_per_noise_head,
-            context_size=context_size, window=window, rope_theta=rope_theta,
+            context_size=context_size, window=window, rope_theta=rope_theta, qk_clip=qk_clip,
         )  # fmt: skip
         if head_dim is None and hidden_size % num_heads:
             raise UserError(f"hidden_size {hidden_size} is not divisible by num_heads {num_heads}; give head_dim")
@@ -288,7 +293,7 @@ class DiffAttention(Attention):
         core.is_causal = is_causal
         super().__init__(
             hidden_size, heads, core, context_size=context_size, is_causal=is_causal, rope_theta=rope_theta,
-            layer_idx=layer_index, bias=bias, qk_norm=norm_eps if qk_norm else None,
+            layer_idx=layer_index, bias=bias, qk_norm=norm_eps if qk_norm else None, qk_clip=qk_clip,
         )  # fmt: skip
 
 

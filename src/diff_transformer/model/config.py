@@ -137,6 +137,10 @@ class DiffTransformerConfig(PreTrainedConfig):
     ``lam``, ``gate``, ``head_norm``, ``factor``, ``initial_ratio``, ``subtract``. ``{"gate": "normed", "head_norm":
     "weighted"}`` gives ``"diff_v2"`` a head norm and a gate after it."""
 
+    qk_clip: float | None = None
+    """Largest RMS of each query and key head, which larger ones are scaled down to (3 in published code of V3); None
+    for no limit."""
+
     hidden_act: str = "silu"
     """Activation of the gated MLP: ``"silu"`` (SwiGLU) or ``"poly_norm"`` (arXiv 2411.03884; some published models)."""
 
@@ -219,7 +223,7 @@ class DiffTransformerConfig(PreTrainedConfig):
         require_known("backend", self.backend, ("auto", *BACKENDS))
         require_known("hidden_act", self.hidden_act, ACTIVATIONS)
         head_dim = self.head_dim
-        require_positive(rms_norm_eps=self.rms_norm_eps, head_norm_eps=self.head_norm_eps)
+        require_positive(qk_clip=self.qk_clip, rms_norm_eps=self.rms_norm_eps, head_norm_eps=self.head_norm_eps)
         _ = self.heads  # raises for an unknown variant, and for head counts that do not fit
         for name in ("head_norm_init", "head_scale"):
             values = getattr(self, name)

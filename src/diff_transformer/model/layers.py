@@ -26,6 +26,12 @@ class RMSNorm(nn.Module):
         return F.rms_norm(x.float(), (self.width,), weight.float(), self.eps).to(x.dtype)
 
 
+def clip_rms(x: Tensor, limit: float) -> Tensor:
+    """``x [..., width]`` times ``min(1, limit / rms(x))``, RMSClip; statistics in fp32 or wider, in x's dtype."""
+    size = x.to(torch.promote_types(x.dtype, torch.float32)).square().mean(-1, keepdim=True).sqrt()
+    return x * (limit / size.clamp_min(limit)).to(x.dtype)
+
+
 class PolyNorm(nn.Module):
     """``w_0 n(x^3) + w_1 n(x^2) + w_2 n(x) + b`` with ``n(z) = z / rms(z)`` over the last dimension (arXiv 2411.03884).
 

@@ -110,6 +110,7 @@ def test_weights_that_no_layout_has_are_not_left_out(llama, change):
         ({"softmax_head_norm": True}, "softmax_head_norm is True, it holds False"),
         ({"core": {"head_norm": "weighted"}}, "core is {'head_norm': 'weighted'}, it holds None or {}"),
         ({"head_scale": 0.5}, "head_scale is 0.5, it holds 1.0"),
+        ({"qk_clip": 2.0}, "qk_clip is 2.0, it holds None"),
         ({"value_head_dim": 6}, "value_head_dim is 6, it holds None or 4"),
         ({"hidden_act": "poly_norm"}, "hidden_act is 'poly_norm', it holds 'silu'"),
     ],

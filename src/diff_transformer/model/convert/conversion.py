@@ -84,12 +84,12 @@ def converted(conversion: Conversion, model_class: Any, model: Any, dtype: torch
 def refuse(config: DiffTransformerConfig, target: str, **accepted: Iterable) -> None:
     """Check that each field named in ``accepted`` has one of the values that ``target`` can represent.
 
-    Parts of a core and scales of this package's own are always refused.
+    Parts of a core, scales and clipping of this package's own are always refused.
 
     Raises:
         UserError: naming every field that does not.
     """
-    accepted |= {"core": (None, {}), "head_scale": (1.0,)}
+    accepted |= {"core": (None, {}), "head_scale": (1.0,), "qk_clip": (None,)}
     wrong = [
         f"{name} is {getattr(config, name)!r}, it holds {' or '.join(map(repr, values))}"
         for name, values in accepted.items()

@@ -15,9 +15,9 @@ def check_config(config, name: str) -> None:
             f"{name} has attention='dint', whose running mean over all earlier queries has no place in vLLM's paged "
             "cache; use `diff-transformer serve --engine transformers`, or `diff-transformer generate`"
         )
-    if config.core or config.head_scale != 1:
+    if config.core or config.qk_clip or config.head_scale != 1:
         raise UserError(
-            f"{name} sets core or head_scale, which the plugin does not apply; use `diff-transformer serve "
+            f"{name} sets core, head_scale or qk_clip, which the plugin does not apply; use `diff-transformer serve "
             "--engine transformers`"
         )
 
