@@ -5,8 +5,6 @@ import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from itertools import zip_longest
-from pathlib import Path
-from typing import Any
 
 from transformers import PreTrainedConfig
 
@@ -40,33 +38,14 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
     if find_spec("vllm" if engine == "vllm" else "fastapi") is None:
         extra = "vllm" if engine == "vllm" else "serving"
         raise UserError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
-    first = {"host": "127.0.0.1", "port": 8000}
-    if engine == "vllm" and (file := value_of("--config", options)):
-        first |= address_in(file)  # which the defaults would replace: the command line has priority
-    options = [*(word for name, value in first.items() for word in (f"--{name}", str(value))), *options]
+    if not value_of("--config", options):  # vLLM's file, which options would override
+        options = ["--host", "127.0.0.1", "--port", "8000", *options]
     announce(path, engine, options)
     if engine == "vllm":  # it takes this process's place, so that signals reach it
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *options]
         os.execv(sys.executable, command)
     else:
         serve_with_transformers(path, options)
-
-
-def address_in(file: str) -> dict[str, Any]:
-    """Address and name of the model that vLLM's ``--config`` file gives.
-
-    Raises:
-        UserError: if the file is not YAML with settings.
-    """
-    import yaml
-
-    try:
-        given = {name.replace("_", "-"): value for name, value in yaml.safe_load(Path(file).read_text()).items()}
-    except (OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        raise UserError(f"--config {file} cannot be read ({first_line(error)}); give a YAML file of settings") from None
-    return {
-        name: given[name] for name in ("host", "port", "served-model-name") if isinstance(given.get(name), str | int)
-    }
 
 
 def value_of(name: str, options: Sequence[str]) -> str:
@@ -80,6 +59,9 @@ def value_of(name: str, options: Sequence[str]) -> str:
 
 def announce(path: str, engine: str, options: Sequence[str]) -> None:
     """Print the address and a request to try."""
+    if file := value_of("--config", options):
+        print(f"engine: {engine}; address: that of {file}; stop with Ctrl-C", flush=True)
+        return
     url = f"http://{value_of('--host', options)}:{value_of('--port', options)}/v1"
     name = value_of("--served-model-name", options) or path
     print(f"engine: {engine}; address: {url}; stop with Ctrl-C. When the model is loaded, try:")
