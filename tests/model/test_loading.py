@@ -135,6 +135,8 @@ def test_bf16_weights(tmp_path, attention):
     eager.set_attn_implementation("eager")
     assert_within_budget(loaded(tokens()).logits, exact, eager(tokens()).logits)
     assert loaded.get_memory_footprint() == pytest.approx(model.float().get_memory_footprint() / 2, rel=0.02)
+    loaded.save_pretrained(tmp_path)
+    assert load_model(str(tmp_path), device="cpu")[0].dtype == torch.float32  # half precision is slow there
 
 
 @pytest.mark.parametrize(

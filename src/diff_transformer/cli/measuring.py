@@ -57,7 +57,9 @@ def evaluate(
         bool, typer.Option("--chat-template", help="Ask an instruct model through its tokenizer's chat template.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default, on a CPU float32.")
+    ] = None,
     batch_size: Annotated[int, typer.Option(help="Prompts or rows per forward pass.")] = 32,
     resume: Resume = False,
     dry_run: DryRun = False,

@@ -57,7 +57,9 @@ def generate(
     top_p: Annotated[float, typer.Option(help="Sample from the likeliest tokens with this total probability.")] = 1.0,
     seed: Annotated[int | None, typer.Option(help="Seed of sampling.")] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; CUDA where there is one by default.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default, on a CPU float32.")
+    ] = None,
     assistant: Annotated[str | None, typer.Option(help="Smaller model that drafts tokens for this one.")] = None,
     compiled: Annotated[bool, typer.Option("--compile", help="Compile the step (with a static cache).")] = False,
 ):

@@ -316,7 +316,7 @@ def load_lm(
 
     Args:
         device: "cpu", "cuda", ...; CUDA where there is one if None.
-        dtype: "float32", "bfloat16" or "float16"; that of the checkpoint if None.
+        dtype: "float32", "bfloat16" or "float16"; None as in ``load_model``.
 
     Raises: as ``load_model``, which reads safetensors only.
     """
