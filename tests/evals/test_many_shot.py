@@ -200,6 +200,8 @@ def test_without_sizes_the_prompts_double_up_to_the_positions():
     assert result.about["shots"][0] == 1
     assert len(tokens) == 4
     assert all(low < t <= high for t, low, high in zip(tokens[1:], (200, 450, 540), (256, 512, 600), strict=True))
+    quick = evaluate_many_shot(lm, DATA, Settings(samples=2, order_seeds=1, longest=300))
+    assert 256 < max(row["tokens"] for row in quick.rows) <= 300
 
 
 def test_errors():

@@ -32,7 +32,6 @@ from diff_transformer.evals.types import Result
 from diff_transformer.settings import PositiveInt, Seed
 
 ORDERS = ("random", "alternate")  # alternate: the classes in turn
-LONGEST = 65536
 _SHORTEST = 256
 
 
@@ -46,8 +45,10 @@ class Settings:
     # Numbers of examples to measure at.
     shots: tuple[PositiveInt, ...] = ()
     # Prompt lengths to measure at, in tokens with the answer, filled with examples. Without shots and lengths: one
-    # example, and prompts of 256, 512, ... tokens up to what the model supports, at most 65,536.
+    # example, and prompts of 256, 512, ... tokens up to what the model supports, at most `longest`.
     lengths: tuple[PositiveInt, ...] = ()
+    # The longest of these prompts, in tokens.
+    longest: PositiveInt = 65536
     # Questions for each number of examples and each order.
     samples: PositiveInt = 250
     # Orders of each kind at the largest number, for the margin between the best and the worst.
@@ -56,12 +57,12 @@ class Settings:
     seed: Seed = 0
 
 
-QUICK = {"samples": 16, "order_seeds": 3}
+QUICK = {"samples": 16, "order_seeds": 3, "longest": 512}
 
 
 def amount(settings: Settings, config: Any) -> tuple[int, None]:
     """Questions after each number of examples, at most, and each order of the largest."""
-    shots, lengths = _sizes(settings.shots, settings.lengths, getattr(config, "max_position_embeddings", None))
+    shots, lengths = _sizes(settings, getattr(config, "max_position_embeddings", None))
     return (len({*shots}) + len({*lengths}) - 1 + len(ORDERS) * settings.order_seeds) * settings.samples, None
 
 
@@ -91,7 +92,7 @@ def evaluate_many_shot(
             for a single example.
     """
     task = _Task(lm, data, settings.samples, settings.seed)
-    counts = _counts(task, settings.shots, settings.lengths, settings.order_seeds)
+    counts = _counts(task, settings)
     rows = [row for count in counts[:-1] for row in _ask(task, count, "random", 0, samples)]
     for order in ORDERS:
         for order_seed in range(settings.order_seeds):
@@ -150,17 +151,17 @@ def alternate(examples: Sequence[Labelled], rng: np.random.Generator) -> list[La
     return [of_class[turn] for turn in range(rounds) for of_class in turns if turn < len(of_class)]
 
 
-def _sizes(shots: Sequence[int], lengths: Sequence[int], positions: int | None) -> tuple[Sequence[int], Sequence[int]]:
-    """The numbers of examples and the prompt lengths to measure at."""
-    if shots or lengths:
-        return shots, lengths
-    top = min(positions or LONGEST, LONGEST)
+def _sizes(settings: Settings, positions: int | None) -> tuple[Sequence[int], Sequence[int]]:
+    """The numbers of examples and the prompt lengths to measure at, on a model with so many positions."""
+    if settings.shots or settings.lengths:
+        return settings.shots, settings.lengths
+    top = min(positions or settings.longest, settings.longest)
     return (1,), [*(_SHORTEST << i for i in range(20) if _SHORTEST << i < top), top]
 
 
-def _counts(task: _Task, shots: Sequence[int], lengths: Sequence[int], order_seeds: int) -> list[int]:
+def _counts(task: _Task, settings: Settings) -> list[int]:
     """Numbers of examples to measure at, ascending."""
-    shots, lengths = _sizes(shots, lengths, max_positions(task.lm))
+    (shots, lengths), order_seeds = _sizes(settings, max_positions(task.lm)), settings.order_seeds
     answer = task.answer_tokens()
     counts = {_fitting(task, length - answer, order_seeds) for length in lengths}
     most = max(shots, default=1)
