@@ -36,7 +36,7 @@ def by_seed(rows: Rows, name: str) -> pd.DataFrame:
 
 def contrasts(rows: Rows, side: str, others: tuple[str, ...], tested: bool) -> str:
     """A table of ``side`` minus each of ``others``; if ``tested``, p after Holm's correction over the quantities."""
-    head = "| quantity (claimed sign) | " + " | ".join(f"minus {name_of(other)}" for other in others) + " |"
+    head = "|quantity (claimed sign)|" + "|".join(f"minus {name_of(other)}" for other in others) + "|"
     columns = []
     for other in others:
         differences = []
@@ -52,9 +52,7 @@ def contrasts(rows: Rows, side: str, others: tuple[str, ...], tested: bool) -> s
             column.append(f"{of.mean():+.3g} ({low:+.3g} to {high:+.3g}), {end}")
         columns.append(column)
     lines = [
-        f"| {QUANTITIES[name].name} ({'+' if sign > 0 else '-'}) | "
-        + " | ".join(column[row] for column in columns)
-        + " |"
+        f"|{QUANTITIES[name].name} ({'+' if sign > 0 else '-'})|" + "|".join(column[row] for column in columns) + "|"
         for row, (name, sign) in enumerate(NAMES.items())
     ]
     return "\n".join([head, "|---" * (len(others) + 1) + "|", *lines])
@@ -65,14 +63,15 @@ def levels(rows: Rows, learned: pd.DataFrame | None = None) -> str:
     tables = {name: by_seed(rows, name) for name in LEVELS}
     if learned is not None:
         tables = {name: table.where(learned) for name, table in tables.items()}
+    tables = {name: table for name, table in tables.items() if len(table)}  # a large model has no Hessian
     lines = [
-        "| model | " + " | ".join(LEVELS.values()) + " |",
-        "|---" * (len(LEVELS) + 1) + "|",
+        "|model|" + "|".join(LEVELS[name] for name in tables) + "|",
+        "|---" * (len(tables) + 1) + "|",
     ]
     for side in rows.sides:
         runs = "" if learned is None else f", {learned[side].sum()} runs"
         cells = (f"{table[side].mean():.3g}" if side in table else "" for table in tables.values())
-        lines.append(f"| {name_of(side)}{runs} | " + " | ".join(cells) + " |")
+        lines.append(f"|{name_of(side)}{runs}|" + "|".join(cells) + "|")
     return "\n".join(lines)
 
 
@@ -92,3 +91,8 @@ if __name__ == "__main__":
             levels(demo),
             sep="\n",
         )
+    print(
+        "\nSmolLM2-135M-Instruct's models after training:\n", levels(measured.only(setting="smollm2_after")), sep="\n"
+    )
+    before = levels(measured.only(setting="smollm2_before", side="diff_v2")).splitlines()[-1]
+    print(before.replace("DIFF V2", "all but the wider one, before"))
