@@ -91,8 +91,6 @@ if __name__ == "__main__":
             levels(demo),
             sep="\n",
         )
-    print(
-        "\nSmolLM2-135M-Instruct's models after training:\n", levels(measured.only(setting="smollm2_after")), sep="\n"
-    )
-    before = levels(measured.only(setting="smollm2_before", side="diff_v2")).splitlines()[-1]
-    print(before.replace("DIFF V2", "all but the wider one, before"))
+    for when in ("before", "after"):
+        of = measured.only(setting=f"smollm2_{when}")
+        print(f"\nSmolLM2-135M-Instruct's models {when} training:\n", levels(of), sep="\n")
