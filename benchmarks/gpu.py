@@ -75,7 +75,8 @@ def preflight(cache: Path | None) -> str:
     said = "kernels are compiled here"
     if cache is not None:
         with tarfile.open(cache) as archive:
-            archive.extractall("/", members=gpu_cache.members(archive), filter="tar")
+            archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and newer
+            archive.extractall("/", members=gpu_cache.members(archive))
         os.environ["TRITON_CACHE_DIR"] = str(gpu_cache.FOLDER)
         made, here = gpu_cache.KEY.read_text(), gpu_cache.key()
         said = f"compiled kernels of {cache.name}: " + (

@@ -117,7 +117,8 @@ def distributions(tmp_path_factory):
 
     sdist = built(copy, "sdist")
     with tarfile.open(sdist) as archive:
-        archive.extractall(copy.parent, filter="data")
+        archive.extraction_filter = getattr(tarfile, "data_filter", None)  # Python 3.11.4 and newer
+        archive.extractall(copy.parent)
     return sdist, built(copy.parent / sdist.name.removesuffix(".tar.gz"), "wheel")
 
 

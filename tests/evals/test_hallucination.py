@@ -187,12 +187,13 @@ def test_questions_from_python_hold_their_answers_and_only_one_is_right():
     assert all(item.references[0] not in item.document for item in summaries()[:5])
 
 
-def test_the_command_on_the_offline_default(tiny, tmp_path):
+def test_the_command_on_the_offline_default(tmp_path):
+    lm = tiny_lm("diff", vocab_size=258, positions=450)  # a byte is a token, and questions have up to 140 characters
     settings = settings_of("hallucination", {"samples": 2}, ["answer_tokens=6", "summary_tokens=6"], quick=True)
-    result = measured("hallucination", tiny, settings, tmp_path / "out.jsonl.gz")
+    result = measured("hallucination", lm, settings, tmp_path / "out.jsonl.gz")
     assert [row["set"] for row in result.rows] == ["python_summaries"] * 2 + ["python_lookups"] * 2
     assert result.about["judge"] == "containment"
-    assert result.about["length"] == 256
+    assert result.about["length"] == 450
 
 
 def test_the_command_with_an_endpoint_needs_a_key(tiny, tmp_path, monkeypatch):

@@ -288,7 +288,7 @@ def test_a_padding_token_beyond_the_embedding_will_do():
 def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts_in_front(template, tmp_path):
     text = tmp_path / "text.txt"
     text.write_text("".join(f"Word {i} stands in a row of words. " for i in range(400)))
-    lm = tiny_lm("llama", tokenizer=bos_tokenizer(template), std=0.5, positions=300)
+    lm = tiny_lm("llama", tokenizer=bos_tokenizer(template), std=0.5, positions=460)
     before = lm.prefix
     read = []
     whole = lm.model.model.forward
@@ -305,7 +305,7 @@ def test_every_experiment_measures_text_after_the_tokens_that_its_tokenizer_puts
         ("outliers", []), ("associative_recall", []), ("quantization", ["rows=3", "bits=[16]"]), ("long_nll", []),
         ("needle", ["length=150", "cells=[[1,1]]", "depths=[0]"]), ("allocation", ["length=130", "depths=[0]"]),
         ("many_shot", ["lengths=[280]", "order_seeds=1"]),
-        ("hallucination", ["length=290", "answer_tokens=2", "summary_tokens=2"]),
+        ("hallucination", ["length=450", "answer_tokens=2", "summary_tokens=2"]),
     ):  # fmt: skip
         read.clear()
         settings = settings_of(name, wanted, more, quick=True, lenient=True)
