@@ -67,15 +67,19 @@ def settings(texts):
 
 @pytest.fixture
 def here(monkeypatch):
-    """Runs are trained and measured in this process."""
+    """Runs are trained and measured in this process. Returns whether each only trains, in their order."""
+    only_training = []
 
     def pool(runs, **options):
         for folder, spec in runs.items():
             if not finished(folder):
                 spec.save(folder)
+                only_training.append(spec.measure is None)
                 run(folder)
+                assert finished(folder) != only_training[-1]
 
     monkeypatch.setattr("diff_transformer.lab.compare.run_pool", pool)
+    return only_training
 
 
 def content(folder):
@@ -105,6 +109,7 @@ def test_every_arm_starts_with_the_logits_of_the_source_and_sees_the_same_rows(m
     assert [line["validation_loss"] for line in first] == pytest.approx([first[1]["validation_loss"]] * 4, abs=1e-5)
     records = {record.side: record for record in records_of(read_comparison(out))}
     assert {*records} == {*ARMS, "source"}
+    assert here == [True] * 4 + [False] * 5  # all train before any is measured
     assert {"long_nll", "gradient_flow", "my_experiment"} <= {*records["source"].rows.experiments}
     assert not (out / "members" / "source-seed0" / "run").exists()
     assert {other for of in verdicts.values() for other in of} == {"softmax", "wider"}

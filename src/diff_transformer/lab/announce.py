@@ -38,7 +38,7 @@ def announced_runs(specs: Sequence[RunSpec], *, here: bool = True) -> str:
     if here and specs:
         trained = (spec.config for spec in specs if spec.side != SOURCE)
         words += f", {about(sum(training_flops(config, _flops_per_token(config)) for config in trained))}"
-    experiments = ", ".join(dict.fromkeys(name for spec in specs for name in spec.measure))
+    experiments = ", ".join(dict.fromkeys(name for spec in specs for name in spec.measure or ()))
     return f"{words}, then {experiments}" if experiments else words
 
 

@@ -153,6 +153,13 @@ def compare(
             start.write(out)
         with progress_bars(runs, console) as show:
             until = started + 60 * minutes if minutes else math.inf
+            if start is not None:  # all train before any is measured
+                untrained = {
+                    folder: dataclasses.replace(spec, measure=None)
+                    for folder, spec in runs.items()
+                    if spec.side != SOURCE and not (folder / "run" / "model").exists()
+                }
+                run_pool(untrained, jobs=jobs, executor=executor, until=until, show=show)
             run_pool(runs, jobs=jobs, executor=executor, until=until, show=show)
         _write_facts(out, facts, time.monotonic() - started)
         done = sum(map(finished, runs))

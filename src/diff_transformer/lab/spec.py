@@ -31,7 +31,7 @@ class RunSpec:
         seed: number of the run among those of its setting and side.
         config: of the training run.
         measure: experiments to run on the trained model: names of ``PAIR_EVALS``, of ``config.evaluation.more``,
-            ``RECALL`` or ``EXPLORER``.
+            ``RECALL`` or ``EXPLORER``. None: the run ends after training, and has no record until it is measured.
         may_diverge: whether a diverged run is a result; if not, it is an error.
     """
 
@@ -39,7 +39,7 @@ class RunSpec:
     side: str
     seed: int
     config: RunConfig
-    measure: tuple[str, ...] = ()
+    measure: tuple[str, ...] | None = ()
     may_diverge: bool = False
 
     @property
@@ -67,7 +67,8 @@ class RunSpec:
     def load(cls, folder: Path) -> "RunSpec":
         """Read the file of ``save``."""
         values: dict[str, Any] = read_json(folder / REQUEST)
-        values["measure"], values["config"] = tuple(values["measure"]), RunConfig.from_dict(values["config"])
+        values["measure"] = None if values["measure"] is None else tuple(values["measure"])
+        values["config"] = RunConfig.from_dict(values["config"])
         return cls(**values)
 
 

@@ -123,7 +123,7 @@ def _check_measured(specs: Sequence[RunSpec]) -> None:
 
     for spec in specs:
         known = [*settings_of_run(spec.config), EXPLORER, *more_experiments(spec.config)]
-        for name in spec.measure:
+        for name in spec.measure or ():
             require_known("experiment of `measure`", name, known, "; others are settings of evaluation.more")
 
 

@@ -22,7 +22,6 @@ from diff_transformer.errors import UserError
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.lab.evaluate import experiment, label_of_experiment, run_eval, settings_of
 from diff_transformer.lab.processes import ENDS_WITH_INPUT, INTERRUPTED, TERMINATED, write_status
-from diff_transformer.lab.record import Record, load_run
 from diff_transformer.lab.rows import ENDING, EXPLORER, FILE, RECALL, read_file, row, write_rows
 from diff_transformer.lab.sides import SOURCE
 from diff_transformer.lab.spec import PAIR_EVALS, RunSpec
@@ -35,7 +34,7 @@ PARTS = "parts"
 _STEPS = 5  # between two reports of progress
 
 
-def run(folder: Path) -> Record:
+def run(folder: Path) -> None:
     """Train and measure the run of ``folder/request.json``, or continue it, and save its record.
 
     Raises:
@@ -68,8 +67,10 @@ def run(folder: Path) -> Record:
             trained = train(config, place, resume=resume, progress=report, data=data)
         assert trained.model is not None  # false on every rank but the first; a worker is one process
         size = costs(trained.model, config.data.length)
-        if spec.measure:
-            measure(spec, folder, trained, data)
+        if spec.measure is None:
+            write_status(folder, "trained", config.train.steps)
+            return
+        measure(spec, folder, trained, data)
     except Diverged as error:
         if not spec.may_diverge:
             raise
@@ -79,7 +80,6 @@ def run(folder: Path) -> Record:
     write_rows(folder / FILE, [*_rows_of_training(spec, folder, size, diverged, seconds), *measured])
     shutil.rmtree(folder / PARTS, ignore_errors=True)
     write_status(folder, "done", config.train.steps)
-    return load_run(folder)
 
 
 def costs(model: Any, length: int) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def measure(spec: RunSpec, folder: Path, trained, data) -> None:
     lm = CausalLM(trained.model, trained.tokenizer, spec.name)
     own = CausalLM(trained.model, trained.tokenizer, spec.name, data=data)
     settings = {**settings_of_run(config), **more_experiments(config)}
-    for name in spec.measure:
+    for name in spec.measure or ():
         path = folder / PARTS / f"{label_of_experiment(name)}{ENDING}"
         if path.exists():
             continue
