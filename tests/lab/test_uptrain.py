@@ -218,7 +218,7 @@ def quantised(folder):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (gguf, r"holds no .safetensors file; .*docs/pretrained_to_diff.md from GGUF"),
+        (gguf, r"holds no .safetensors file; .*docs/conversion.md.* or GGUF"),
         (without_tokenizer, "has no tokenizer_config.json"),
         (quantised, "has quantised weights"),
     ],

@@ -17,7 +17,7 @@ from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import PRESETS, preset
 
 DTYPES = ("float32", "bfloat16", "float16")
-_ADVICE = "docs/conversion.md says how to write safetensors from a pickle, docs/pretrained_to_diff.md from GGUF"
+_ADVICE = "docs/conversion.md says how to write safetensors from a pickle or GGUF"
 
 
 def load_model(name_or_path: str, *, device: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
