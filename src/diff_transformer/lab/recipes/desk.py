@@ -112,7 +112,13 @@ def uptrain() -> RunConfig:
         data=DataConfig(max_bytes=8_000_000, length=128),
         optim=OptimConfig(lr=1e-3, warmup_steps=20),
         train=TrainConfig(
-            steps=400, batch_size=8, validate_every=50, validation_rows=128, checkpoint_every=400, threads=1
+            steps=400,
+            batch_size=8,
+            validate_every=50,
+            validation_rows=128,
+            checkpoint_every=400,
+            threads=1,
+            loss_chunk=512,
         ),
         evaluation=EvaluationConfig(more={"long_nll": {}, "quantization": {}}),
     )
