@@ -23,7 +23,7 @@ from diff_transformer.train.config import RunConfig
 INITIAL = Path("runs/initial")
 SIDES = ("attention", "lora", "wider", "diff_v2", "diff_v3", "dex")
 PRIMARY = ("attention", "lora", "diff_v2", "diff_v3", "dex")  # sides of the primary outcomes, which run first
-RATES = {name: (3e-4, 1e-3, 3e-3) if name == "lora" else (1e-4, 3e-4, 1e-3) for name in SIDES}
+RATES = {name: (3e-4, 1e-3, 3e-3, 1e-2) if name == "lora" else (1e-4, 3e-4, 1e-3) for name in SIDES}
 SWEEP_SEEDS, SEEDS = (90,), range(8)
 MEASURE = ("associative_recall", "ruler")
 
