@@ -196,8 +196,8 @@ def test_without_sizes_the_prompts_double_up_to_the_positions():
     lm = Reader(lambda prompt: "city")
     lm.positions = 600
     result = evaluate_many_shot(lm, DATA, Settings(samples=2, order_seeds=1))
-    tokens = [mean(result, "tokens", shots=k) for k in result.about["shots"]]
-    assert result.about["shots"][0] == 1
+    tokens = [mean(result, "tokens", shots=k) for k in result.about["counts"]]
+    assert result.about["counts"][0] == 1
     assert len(tokens) == 4
     assert all(low < t <= high for t, low, high in zip(tokens[1:], (200, 450, 540), (256, 512, 600), strict=True))
     quick = evaluate_many_shot(lm, DATA, Settings(samples=2, order_seeds=1, longest=300))

@@ -142,8 +142,9 @@ def test_what_cannot_be_asked_is_one_sentence(monkeypatch, tmp_path):
     lm = Solver()
     with pytest.raises(UserError, match=r"no task of RULER 'niah'.*there are: niah_single_1"):
         run(lm, Settings(tasks=("niah",)), ALL)
-    with pytest.raises(UserError, match=r"task vt takes \d+ tokens at least, and length is 300; give more"):
-        run(lm, Settings(tasks=("vt",), length=300), ALL)
+    with pytest.raises(UserError, match=r"task vt takes \d+ tokens at least, and length is 700; give more"):
+        run(lm, Settings(tasks=("niah_single_1", "vt"), length=700), ALL)
+    assert not lm.prompts  # it is said before anything is measured
     with pytest.raises(UserError, match="has no chat template"):
         run(lm, Settings(chat_template=True), ALL)
     (tmp_path / "summaries.jsonl").write_text('{"document": "text", "summary": "short"}\n')

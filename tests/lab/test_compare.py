@@ -212,6 +212,7 @@ def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, m
     def full(*given, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3 GiB\nmore")
 
+    RunSpec("debug", "diff", 0, recipe("debug")).save(tmp_path / "members" / "diff-seed0")
     save_tiny_model(tmp_path / "members" / "diff-seed0" / "run" / "model")
     monkeypatch.setattr("diff_transformer.bench.throughput.measure_throughput", full)
     threads = torch.get_num_threads()

@@ -1,5 +1,6 @@
 """The pool on workers that run nothing: order, limits, failures, interruptions. And what a spec writes and reads."""
 
+import dataclasses
 import signal
 import subprocess
 import sys
@@ -138,6 +139,9 @@ def test_a_spec_survives_its_file(tmp_path):
     assert spec.key == "novels/diff-seed3"
     config.evaluation.samples, config.train.compile = 99, True  # as for `train --resume`
     check_folders({tmp_path: spec, tmp_path / "new": spec})
+    (tmp_path / "rows.jsonl.gz").touch()  # it is finished
+    with pytest.raises(UserError, match=r"ended without ruler; leave them out, choose another folder, or measure"):
+        check_folders({tmp_path: dataclasses.replace(spec, measure=(*spec.measure, "ruler"))})
     config.train.steps = 99
     with pytest.raises(UserError, match=r"another configuration[^\0]*train.steps: 20 against 99"):
         check_folders({tmp_path: spec})

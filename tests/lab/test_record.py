@@ -4,7 +4,9 @@ import gzip
 import json
 import math
 
+import numpy as np
 import pytest
+import torch
 from made_rows import comparison, model
 
 from diff_transformer.errors import UserError
@@ -29,9 +31,9 @@ def test_rows_survive_their_file_to_the_last_bit(tmp_path):
         tmp_path / "deep" / "a.jsonl.gz", [row("mine", "m", example=i, score=value) for i, value in enumerate(values)]
     )
     assert [each["score"] for each in read_file(tmp_path / "deep" / "a.jsonl.gz")] == values
-    odd = [row("mine", "m", example=i, score=value) for i, value in enumerate((math.nan, math.inf, -math.inf))]
-    write_rows(tmp_path / "b.jsonl.gz", odd)
-    assert [each["score"] for each in read_file(tmp_path / "b.jsonl.gz")] == [None] * 3
+    odd = [math.nan, math.inf, np.float32("-inf"), np.bool_(True), np.int64(3), torch.tensor([0.5, math.nan])]
+    write_rows(tmp_path / "b.jsonl.gz", [row("mine", "m", example=i, score=value) for i, value in enumerate(odd)])
+    assert [each["score"] for each in read_file(tmp_path / "b.jsonl.gz")] == [None, None, None, True, 3, [0.5, None]]
 
 
 def test_two_files_one_after_the_other_are_both(tmp_path):
@@ -109,6 +111,14 @@ def test_the_same_measurement_counts_once_and_another_setting_is_named(tmp_path)
         assert [*rows[name]["side"]] == ["m", "m (samples 40)", "m (samples 60)"]
 
 
+def test_another_draw_of_examples_with_other_settings_is_named(tmp_path):
+    for data_seed, samples in ((0, 20), (1, 40), (1, 20), (1, 40)):
+        rows = of_eval("m", "x/m", "1", data_seed=data_seed, samples=samples, counts=[1, 5 + data_seed])
+        about = [each | {"data_seed": data_seed} for each in rows]
+        write_rows(tmp_path / f"{len([*tmp_path.iterdir()])}.jsonl.gz", about)
+    assert [*read_rows(tmp_path)["needle"]["side"]] == ["m", "m (samples 40)", "m"]
+
+
 def test_parts_of_an_unfinished_run_are_not_counted_twice(tmp_path):
     write_rows(tmp_path / "diff-seed0" / FILE, model("diff"))
     write_rows(tmp_path / "diff-seed0" / "parts" / "needle.jsonl.gz", model("diff"))
@@ -146,6 +156,8 @@ def test_what_lies_beside_a_comparison_is_read_too(tmp_path):
     (tmp_path / "demo" / "compare.json").write_text("{}")
     write_rows(tmp_path / "gpt2" / "needle" / "gpt2.jsonl.gz", of_eval("gpt2", "x/gpt2", "1"))
     assert read_results(tmp_path).sides == ["diff", "gpt2"]
+    write_rows(tmp_path / "demo" / "more" / "gpt3.jsonl.gz", of_eval("gpt3", "x/gpt3", "3"))
+    assert read_results(tmp_path / "demo", tmp_path / "demo" / "more").sides == ["diff", "gpt3"]
 
 
 def test_comparisons_are_settings_called_by_their_folders(tmp_path):

@@ -19,6 +19,7 @@ from diff_transformer.lab.rows import finished
 from diff_transformer.lab.uptrain import read_source
 from diff_transformer.lab.worker import run
 from diff_transformer.model.card import label_of
+from diff_transformer.model.convert.folder import convert_folder
 from diff_transformer.model.differentiate import LAMBDA
 from diff_transformer.train.config import override
 from diff_transformer.train.plan import resolve
@@ -231,6 +232,14 @@ def test_a_damaged_source_is_refused_in_a_sentence(make, settings, damage, messa
     assert not (tmp_path / "out").exists()
 
 
+def test_a_model_that_an_arm_or_the_comparison_cannot_start_from_is_refused(make, tmp_path):
+    with pytest.raises(UserError, match="GPT2Attention has them in one matrix"):
+        read_source(make(GPT2Config), ["diff_v2", "dex"])
+    convert_folder(make(Qwen3Config), tmp_path / "m", "diff_v2")
+    with pytest.raises(UserError, match="holds a differential model; give the softmax Transformer"):
+        read_source(tmp_path / "m", ["lora"])
+
+
 def test_an_architecture_that_cannot_go_on_is_refused(make, settings, tmp_path):
     with pytest.raises(ValueError, match=r"cannot be trained: .*caps its scores \(attn_logit_softcapping\)"):
         compare(settings, tmp_path / "out", source=make(Gemma2Config))
@@ -245,6 +254,7 @@ def test_an_architecture_that_cannot_go_on_is_refused(make, settings, tmp_path):
         (["data.tokenizer=bytes"], {}, "data.tokenizer is bytes, and a pretrained model keeps its own"),
         (["model.hidden_size=48"], {}, "model.hidden_size of the recipe or --set is 48, and .* has 36; leave it out"),
         (["evaluation.recall_steps=2"], {}, "evaluation.recall_steps trains small models from random weights"),
+        (["train.weights=dex"], {}, "train.weights is 'dex', which softmax attention has not; give --arms dex"),
         (["train.initial_model=other"], {}, "train.initial_model is other; leave it out, --from is the model"),
         (
             [],

@@ -98,7 +98,7 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
             file=sys.stderr if outcome.error else sys.stdout,
         )
         if outcome.record:
-            _print_note(outcome.name, outcome.record)
+            _print_note(outcome.record)
     if any(outcome.error is None for outcome in outcomes):
         try:
             require_installed()
@@ -111,12 +111,13 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
     return any(outcome.error for outcome in outcomes)
 
 
-def _print_note(name: str, record) -> None:
+def _print_note(record) -> None:
     """Print what a reader must know before the numbers."""
-    about = record.rows.about(name)
-    for key in ("note", "asked"):
-        if about.get(key):
-            print(f"note: {name} of {record.side}: {about[key]}")
+    for name in record.rows.experiments:
+        about = record.rows.about(name)
+        for key in ("note", "asked"):
+            if about.get(key):
+                print(f"note: {name} of {record.side}: {about[key]}")
 
 
 @contextmanager

@@ -35,9 +35,11 @@ def convert(
     from diff_transformer.checks import require_known
     from diff_transformer.model.convert import convert_folder
     from diff_transformer.model.convert.folder import FOLDER_TARGETS, layout_of
+    from diff_transformer.model.loading import folder_of
 
     quiet()
     require_known("target", target, FOLDER_TARGETS)
+    source = folder_of(str(source))
     layout, settings = layout_of(source)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
     print(f"{source}: {layout or settings.get('model_type')}, {size:.2f} GB; to {target}, in {out}")

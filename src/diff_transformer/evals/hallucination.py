@@ -127,7 +127,7 @@ def _outputs(lm: CausalLM, items: Sequence[GroundedItem], limit: int | None, set
         places = [place for place, item in enumerate(items) if item.kind == kind]
         room = None if limit is None else limit - count
         fitted = [
-            fit_document(lm.tokenizer, item.document, lambda text, item=item: prompt(item, text), room)
+            fit_document(lm.tokenizer, item.document, lambda text, item=item: prompt(item, text), room, chat)
             for item in (items[place] for place in places)
         ]
         texts = lm.generate([fit.prompt for fit in fitted], count, **{"templated": True} if chat else {})

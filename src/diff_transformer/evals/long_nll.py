@@ -16,12 +16,13 @@ from diff_transformer.data.evaluation_text import documents_of
 from diff_transformer.data.tokenizer import encode, leading_ids
 from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import position_losses
-from diff_transformer.evals.lm import CausalLM, check_length, measured_split
+from diff_transformer.evals.lm import CausalLM, check_length, max_positions, measured_split
 from diff_transformer.evals.samples import ALL, Samples
 from diff_transformer.evals.types import Result
 from diff_transformer.settings import PositiveInt
 
 BINS_PER_DOUBLING = 4
+LONGEST = 65536  # tokens, as in Figure 4
 
 
 @dataclass(frozen=True)
@@ -33,8 +34,8 @@ class Settings:
     # Documents to read: "held-out" (of a folder, a tenth), "all", or "auto": held-out for models of this package, which
     # may have been trained on the rest, and all for any other model
     split: str = "auto"
-    # Positions to measure, in tokens of the model under test.
-    length: PositiveInt = 65536
+    # Positions to measure, in tokens of the model under test; by default 65,536, or as many as it supports.
+    length: PositiveInt | None = None
     # Most books: the first that are long enough, in the corpus's order.
     samples: PositiveInt = 50
 
@@ -68,7 +69,7 @@ def evaluate_long_nll(
     Raises:
         UserError: for a length that the model does not support, or no book of that length.
     """
-    length = settings.length
+    length = settings.length or min(LONGEST, max_positions(lm) or LONGEST)
     check_length(lm, length, "length")
     edges = bin_edges(length)
     skipped = max(0, len(leading_ids(lm.tokenizer)) - 1)  # losses of tokens that are not the book's

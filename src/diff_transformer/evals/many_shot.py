@@ -97,7 +97,7 @@ def evaluate_many_shot(
     for order in ORDERS:
         for order_seed in range(settings.order_seeds):
             rows += _ask(task, counts[-1], order, order_seed, samples)
-    about = {"data": data.name, "labels": list(data.labels), "chance": 1 / len(data.labels), "shots": counts}
+    about = {"data": data.name, "labels": list(data.labels), "chance": 1 / len(data.labels), "counts": counts}
     return Result("many_shot", rows, about | {"training_texts": len(task.pool)})
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from diff_transformer.data.tokenizer import encode_all, leading_ids, require_fast
+from diff_transformer.data.tokenizer import encode, encode_all, leading_ids, require_fast
 from diff_transformer.errors import UserError
 from diff_transformer.evals.likelihood import common_prefix
 
@@ -110,10 +110,12 @@ class Fitted:
     document: str
 
 
-def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: int | None) -> Fitted:
+def fit_document(
+    tokenizer, document: str, frame: Callable[[str], str], limit: int | None, special: bool = False
+) -> Fitted:
     """``frame(document)``, with the end of the document cut as needed for at most ``limit`` tokens.
 
-    ``limit`` includes the tokens that the tokenizer puts in front of every text (BOS).
+    ``limit`` includes the tokens that the tokenizer puts in front of every text (BOS). ``special`` as of ``encode``.
 
     Raises:
         ValueError: if fewer than 16 tokens of the document would remain, or the tokenizer has no fast backend.
@@ -121,18 +123,18 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
     require_fast(tokenizer)
     if limit is not None:
         limit -= len(leading_ids(tokenizer))
-    total = _length(tokenizer, document)
     prompt = frame(document)
-    if limit is None or _length(tokenizer, prompt) <= limit:
+    if limit is None or len(encode(tokenizer, prompt, special=special)) <= limit:
         return Fitted(prompt, document)
-    room = limit - _length(tokenizer, frame(""))
+    room = limit - len(encode(tokenizer, frame(""), special=special))
     ends = [
         end for _, end in tokenizer(document, add_special_tokens=False, return_offsets_mapping=True)["offset_mapping"]
     ]
+    total = len(ends)
     while total and room >= min(SMALLEST, total):
         kept = document[: ends[min(room, total) - 1]]
         prompt = frame(kept)
-        over = _length(tokenizer, prompt) - limit
+        over = len(encode(tokenizer, prompt, special=special)) - limit
         if over <= 0:
             return Fitted(prompt, kept)
         room -= over
@@ -140,7 +142,3 @@ def fit_document(tokenizer, document: str, frame: Callable[[str], str], limit: i
         f"a prompt of {max(limit, 0)} tokens leaves {max(room, 0)} for a document of {total}, below the least of "
         f"{min(SMALLEST, total)}; give a model with more positions, fewer new tokens, or another length"
     )
-
-
-def _length(tokenizer, text: str) -> int:
-    return len(tokenizer(text, add_special_tokens=False)["input_ids"])

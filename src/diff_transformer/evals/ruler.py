@@ -12,6 +12,7 @@ words and the text (``data/ruler.py``). The harness's own tasks, which download 
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from diff_transformer.data.ruler import TASKS, Material, longest, material, scor
 from diff_transformer.data.ruler import Sample as Drawn
 from diff_transformer.data.seeding import evaluation_rng
 from diff_transformer.data.tasks.grounded import load_grounded
+from diff_transformer.data.tokenizer import encode
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import CausalLM, check_length, haystack, rows_at_once, text_details
 from diff_transformer.evals.needle import lengths_of
@@ -54,7 +56,7 @@ class Settings:
     seed: Seed = 0
 
 
-QUICK = {"length": 512, "tasks": ("niah_single_1", "niah_multikey_1", "vt"), "samples": 4}
+QUICK = {"length": 1024, "tasks": ("niah_single_1", "niah_multikey_1", "vt"), "samples": 4}
 
 
 def amount(settings: Settings, config: Any) -> tuple[int, int]:
@@ -64,7 +66,7 @@ def amount(settings: Settings, config: Any) -> tuple[int, int]:
 
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
-    """A row for each prompt: ``task``, ``length``, prompt, expected strings, answer and ``score``.
+    """A row for each prompt: ``task``, ``length``, its own ``tokens``, prompt, expected strings, answer and ``score``.
 
     Raises:
         UserError: for an unknown task, a length in which a task does not fit, or a "qa" without questions.
@@ -82,20 +84,24 @@ def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:
     of = material(filler.words, items)
     if asked and not of.questions:
         raise UserError(f"{settings.data} has no documents with questions and answers; give others, or leave qa out")
+    for name, length, number in product(settings.tasks, lengths, range(settings.samples)):
+        _Draw(lm, settings, of, name, length, number).require_room()
     rows: list[dict] = []
     for name in settings.tasks:
         for length in lengths:
 
             def answered(numbers: Sequence[int], name: str = name, length: int = length) -> list[dict]:
-                drawn = [_drawn(lm, settings, of, name, length, number) for number in numbers]
+                draws = [_Draw(lm, settings, of, name, length, number) for number in numbers]
+                drawn = [draw.longest() for draw in draws]
                 prompts = [_prompt(lm, settings, each) for each in drawn]
                 texts = lm.generate(prompts, TASKS[name].new_tokens, templated=settings.chat_template)
                 return [
                     {
-                        "task": name, "length": length, "prompt": prompt, "expected": ", ".join(each.answers),
-                        "got": text, "score": score(TASKS[name], each.answers, text),
+                        "task": name, "length": length, "tokens": draw.tokens(each), "prompt": prompt,
+                        "expected": ", ".join(each.answers), "got": text,
+                        "score": score(TASKS[name], each.answers, text),
                     }
-                    for each, prompt, text in zip(drawn, prompts, texts, strict=True)
+                    for draw, each, prompt, text in zip(draws, drawn, prompts, texts, strict=True)
                 ]  # fmt: skip
 
             size = rows_at_once(lm, length)
@@ -110,24 +116,41 @@ def _prompt(lm: CausalLM, settings: Settings, drawn: Drawn) -> str:
     return templated(lm.tokenizer, drawn.question, drawn.beginning.strip())
 
 
-def _drawn(lm: CausalLM, settings: Settings, of: Material, name: str, length: int, number: int) -> Drawn:
-    """Sample ``number`` of a task, with as much context as fits.
+@dataclass(frozen=True)
+class _Draw:
+    """Sample ``number`` of the task ``name`` at ``length``."""
 
-    Raises:
-        UserError: if not even the smallest one does.
-    """
-    task, room = TASKS[name], length - TASKS[name].new_tokens - (0 if settings.chat_template else len(lm.prefix))
+    lm: CausalLM
+    settings: Settings
+    of: Material
+    name: str
+    length: int
+    number: int
 
-    def tokens(drawn: Drawn) -> int:
-        return len(lm.tokenizer(_prompt(lm, settings, drawn), add_special_tokens=False)["input_ids"])
+    def make(self, units: int) -> Drawn:
+        rng = evaluation_rng(self.settings.seed, "ruler", self.name, self.length, self.number)
+        return TASKS[self.name].make(rng, units, self.of, self.length)
 
-    def make(units: int) -> Drawn:
-        return task.make(evaluation_rng(settings.seed, "ruler", name, length, number), units, of, length)
+    def tokens(self, drawn: Drawn) -> int:
+        """Tokens of the prompt and of what the model puts in front of it."""
+        chat = self.settings.chat_template
+        front = 0 if chat else len(self.lm.prefix)
+        return front + len(encode(self.lm.tokenizer, _prompt(self.lm, self.settings, drawn), special=chat))
 
-    best = longest(make, lambda drawn: tokens(drawn) <= room, task.least)
-    if best is None:
-        needed = tokens(make(task.least)) + length - room
-        raise UserError(
-            f"task {name} takes {needed} tokens at least, and length is {length}; give more, or another task"
-        )
-    return best
+    @property
+    def room(self) -> int:
+        return self.length - TASKS[self.name].new_tokens
+
+    def require_room(self) -> None:
+        """Raise UserError if not even the smallest sample fits."""
+        if (needed := self.tokens(self.make(TASKS[self.name].least))) > self.room:
+            raise UserError(
+                f"task {self.name} takes {needed + self.length - self.room} tokens at least, and length is "
+                f"{self.length}; give more, or another task"
+            )
+
+    def longest(self) -> Drawn:
+        """With as much context as fits."""
+        best = longest(self.make, lambda drawn: self.tokens(drawn) <= self.room, TASKS[self.name].least)
+        assert best is not None  # by require_room
+        return best

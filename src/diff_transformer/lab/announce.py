@@ -1,10 +1,7 @@
 """Announcement of a command: its work, how much, about how long; printed before it starts, or with ``--dry-run``."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
-
-from transformers import AutoConfig
 
 from diff_transformer.lab.evaluate import Plan, check_models, experiment, settings_for
 from diff_transformer.lab.sides import SOURCE, name_of
@@ -13,7 +10,7 @@ from diff_transformer.model.card import label_of
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.convert.from_softmax import nearest
 from diff_transformer.model.cost import model_cost
-from diff_transformer.model.presets import PRESETS, preset
+from diff_transformer.model.loading import configuration_of
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.estimate import about, training_flops
 from diff_transformer.train.plan import resolve
@@ -57,7 +54,7 @@ def announced_experiments(plan: Plan) -> tuple[str, int]:
         UserError: for an unknown setting, or models where an experiment takes none.
     """
     check_models(plan)
-    models = {name: _configuration(name) for name in plan.models}
+    models = {name: _text_configuration(name) for name in plan.models}
     named = ", ".join(_named(name, config) for name, config in models.items())
     lines = [f"{len(plan.names)} experiment{'s' * (len(plan.names) != 1)} on {named or 'no model'}"]
     every, flops, partly = 0, 0.0, ""
@@ -92,15 +89,9 @@ def amount(plan: Plan, name: str, config: Any) -> tuple[int | None, int | None]:
     return prompts, prompts * length if prompts and length else None
 
 
-def _configuration(name: str) -> Any:
-    """The configuration of a model without its weights; None if it cannot be read, which loading the model explains."""
-    path = Path(name).expanduser()
-    if name in PRESETS and not path.exists():
-        return preset(name)
-    try:
-        return AutoConfig.from_pretrained(path if path.exists() else name, trust_remote_code=False).get_text_config()
-    except (OSError, ValueError):
-        return None
+def _text_configuration(name: str) -> Any:
+    config = configuration_of(name)
+    return config and config.get_text_config()
 
 
 def _named(name: str, config: Any) -> str:

@@ -222,14 +222,14 @@ def measure_speed(config: RunConfig, out: Path, sides: Sequence[str], console: C
     threads = torch.get_num_threads()
     torch.set_num_threads(os.cpu_count() or 1)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    models = {name: read_model(folder).to(device) for name, folder in folders.items()}
-    for model in models.values():
-        choose_weights(model, config.train)
-        recompute(model, config.train.activation_checkpointing)
     generator = torch.Generator().manual_seed(0)
     shape = (config.train.batch_size, config.data.length)
-    ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator).to(device)
+    ids = torch.randint(0, config.model["vocab_size"], shape, generator=generator)
     try:
+        ids, models = ids.to(device), {name: read_model(folder).to(device) for name, folder in folders.items()}
+        for side, model in models.items():
+            choose_weights(model, RunSpec.load(out / "members" / f"{side}-seed0").config.train)
+            recompute(model, config.train.activation_checkpointing)
         results = measure_throughput(
             models, ids, precision=config.train.precision, pass_rows=config.train.rows_of_a_pass(),
             loss_chunk=config.train.loss_chunk, repeats=config.evaluation.throughput_repeats,

@@ -32,6 +32,7 @@ from diff_transformer.lab.record import Record, records_of
 from diff_transformer.lab.rows import ENDING, REQUEST, Rows, rows_of, write_rows
 from diff_transformer.lab.user_code import load_file
 from diff_transformer.model.card import label_of
+from diff_transformer.model.loading import configuration_of
 from diff_transformer.settings import build, parse
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ def run_eval(
         raise UserError(f"{name} measures a model; give its folder, a name on the hub, a preset or a CausalLM")
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
+    require_writable(out.parent)
     model = settings_of_lm(lm)  # before an experiment can change it
     result = module.run(lm, settings, Samples(bar))
     facts = provenance(**asdict(settings)) | result.about | model
@@ -248,6 +250,10 @@ def run_suite(
     if len(plan.names) == 1:
         getattr(experiment(plan.names[0]), "require_installed", lambda: None)()
     labels = labels_of(plan.models)
+    require_writable(out)
+    for model in () if resume else plan.models:
+        if configuration_of(model) is None:
+            load_lm(model)  # which says why it cannot be
     open_folder(out, plan, resume)
     outcomes: list[Outcome] = []
     for model, label in [*zip(plan.models, labels, strict=True), (None, None)]:
@@ -317,7 +323,6 @@ def open_folder(out: Path, plan: Plan, resume: bool) -> None:
     request = json.loads(json.dumps({**plan.__dict__, "names": list(plan.names), "models": list(plan.models)}))
     del request["batch_size"], request["device"]  # a resumed run may change them, as after one out of memory
     path = out / REQUEST
-    require_writable(out)
     if path.exists() and resume:
         different = differences(read_json(path), request)
         if different:

@@ -71,7 +71,7 @@ def orders(order: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
 
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
         frame = frame[frame["order"] == order]
-        frame = frame[frame["shots"] == frame.groupby(["side", "seed"])["shots"].transform("max")]
+        frame = frame[frame["shots"] == frame.groupby(["side", "seed", "data_seed"])["shots"].transform("max")]
         wide = frame.pivot_table(index=list(UNIT), columns="order_seed", values="score", sort=False)
         return wide.set_axis([f"order {seed}" for seed in wide], axis=1).reset_index()
 

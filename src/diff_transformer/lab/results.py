@@ -18,7 +18,8 @@ def read_results(*sources: Path | str) -> Rows:
         below = [path.parent for path in sorted(source.rglob(REQUEST))]
         others += [path for path in files_of(source) if not {*below} & {*path.parents}] if below else [source]
         comparisons |= dict.fromkeys(below)
-    others = [path for path in others if not {*comparisons} & {*path.parents}]
+    read = {out / part for out in comparisons for part in ("members", RECALL, ABOUT, SPEED)}
+    others = [path for path in others if not read & {path, *path.parents}]
     rows = read_rows(*others) if others or not comparisons else Rows()
     names, parts = [folder.name for folder in comparisons], 1
     while len({*names}) < len(names):

@@ -219,6 +219,8 @@ def encode(rows: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "tolist"):  # of numpy or torch
+        value = value.tolist()
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
@@ -282,17 +284,17 @@ def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
     models: dict[tuple, dict[tuple, None]] = defaultdict(dict)  # setting, side, seed -> the models of that name
     for identity in identities:
         models[identity[:3]].setdefault(identity[3:])
-    seen: dict[tuple, list[dict]] = defaultdict(list)  # measurement -> its settings
+    seen: dict[tuple, list[tuple[dict, int]]] = defaultdict(list)  # measurement -> its settings and data seeds
     for rows, identity in zip(parts, identities, strict=True):
         side = _longer(identity[1], *identity[3:], [*models[identity[:3]]])
         for of in _grouped(rows, ("experiment", "data_seed", "of")):
             name = of[0]["of"] if of[0]["experiment"] == "about" else of[0]["experiment"]
             settings = _settings(rows, PART_OF.get(name, name))
-            known = seen[*identity, of[0]["experiment"], name, of[0].get("data_seed", 0)]
-            if settings in known:
+            known, measured = seen[*identity, of[0]["experiment"], name], (settings, of[0].get("data_seed", 0))
+            if measured in known:
                 continue
-            known.append(settings)
-            first = known[0]
+            known.append(measured)
+            first, _ = known[0]
             different = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
             more = "; ".join(f"{key} {told(settings.get(key))}" for key in different)
             yield [{**row, "side": f"{side} ({more})" if more else side} for row in of]
@@ -330,14 +332,14 @@ def _grouped(rows: list[dict], columns: tuple[str, ...]) -> list[list[dict]]:
 
 
 CIRCUMSTANCES = (  # facts that may differ between repeated measurements
-    "seed", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python", "platform",
-    "date", "seconds", "path", "weights", "dtype", "run", "class", "positions",
+    "seed", "counts", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python",
+    "platform", "date", "seconds", "path", "weights", "dtype", "run", "class", "positions",
 )  # fmt: skip
 
 
 SETTINGS = (  # of a measurement; models are compared if they agree in these
     "length", "lengths", "depths", "needles", "samples", "digits", "wording", "scoring", "chat_template", "judge",
-    "bits", "batch", "repeats", "shots", "part", "corpus", "data", "cells", "tasks", "rows",
+    "bits", "batch", "repeats", "shots", "counts", "part", "corpus", "data", "cells", "tasks", "rows",
     "order_seeds", "pairs", "symbols", "noise_symbols", "questions", "distractors", "ngram", "frequent_share",
     "training_bytes", "summary_tokens", "answer_tokens", "batch_size",
 )  # fmt: skip

@@ -10,7 +10,7 @@ from typing import Any
 from diff_transformer.checks import read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
-from diff_transformer.lab.rows import REQUEST
+from diff_transformer.lab.rows import REQUEST, finished
 from diff_transformer.lab.sides import PAIR
 from diff_transformer.model.config import DiffTransformerConfig
 from diff_transformer.model.heads import MATCHED
@@ -73,16 +73,21 @@ class RunSpec:
 
 
 def check_folders(runs: Mapping[Path, RunSpec]) -> None:
-    """Check that no folder holds a run that was trained with other settings. What is measured may differ.
+    """Check that no folder holds a run that was trained with other settings, or that ended with fewer measurements.
 
     Raises:
-        UserError: if one does, with the settings that differ.
+        UserError: if one does, with what differs.
     """
     from diff_transformer.train.run_folder import changes_results
 
     for folder, spec in runs.items():
         if not (folder / REQUEST).exists():
             continue
+        if finished(folder) and (lacks := {*(spec.measure or ())} - {*(RunSpec.load(folder).measure or ())}):
+            raise UserError(
+                f"{folder} ended without {', '.join(sorted(lacks))}; leave them out, choose another folder, or measure "
+                "its model with `diff-transformer eval`"
+            )
         there = RunConfig.from_dict(read_json(folder / REQUEST)["config"]).to_dict()
         if different := changes_results(there, spec.config.to_dict()):
             lines = "\n  ".join(different)

@@ -28,8 +28,10 @@ from diff_transformer.model.convert.folder import (
     package_config,
 )
 from diff_transformer.model.convert.from_softmax import nearest, to_differential
+from diff_transformer.model.dex import trained_by_dex
+from diff_transformer.model.differentiate import differentiate
 from diff_transformer.model.loading import model_path, read_model, read_tokenizer
-from diff_transformer.model.parts import DEX
+from diff_transformer.model.parts import DEX, ENTRY
 from diff_transformer.model.wider import wider
 from diff_transformer.train.config import RunConfig
 from diff_transformer.train.plan import check_trainable
@@ -72,7 +74,8 @@ class Source:
         changed = {name: value for name, value in config.model.items() if self.models["softmax"].get(name) != value}
         initial, weights = str(self._initial(side, out)), ARMS.get(side, ("", None))[1] or config.train.weights
         train = dataclasses.replace(config.train, initial_model=initial, weights=weights, seed=config.train.seed + seed)
-        return dataclasses.replace(config, model={**self.models[side], **changed}, train=train)
+        model = self.models[side] | ({} if side == DEX else changed)  # DEX keeps the source's class and configuration
+        return dataclasses.replace(config, model=model, train=train)
 
     def configured(self, config: RunConfig) -> RunConfig:
         """``config`` of a comparison of the source's models: with its sizes and tokenizer.
@@ -86,6 +89,8 @@ class Source:
             )
         if config.train.initial_model not in (None, str(self.folder)):
             raise UserError(f"train.initial_model is {config.train.initial_model}; leave it out, --from is the model")
+        if config.train.weights == "dex":
+            raise UserError("train.weights is 'dex', which softmax attention has not; give --arms dex")
         if config.evaluation.recall_steps:
             raise UserError("evaluation.recall_steps trains small models from random weights; set it to 0 with --from")
         fields = {**self.models["softmax"], **config.model}
@@ -118,14 +123,12 @@ class Source:
             place.parent.mkdir(parents=True, exist_ok=True)
             if side == WIDER:
                 self._write(wider(read_model(self._initial("softmax", out), dtype="auto")), place)
-            elif side == "softmax" and self.dropout:
+            elif self.dropout and (side == DEX or (side == "softmax" and self.origin is None)):
                 model = read_model(self.folder, dtype="auto")
                 model.config.update(dict.fromkeys(self.dropout, 0.0))
-                self._write(model, place)
+                self._write(differentiate(model, DEX) if side == DEX else model, place)
             else:
-                without_dropout = side == DEX and self.dropout
-                source = self._initial("softmax", out) if without_dropout else self.folder
-                convert_folder(source, place, target=PACKAGE if side == "softmax" else side)
+                convert_folder(self.folder, place, target=PACKAGE if side == "softmax" else side)
 
     def _initial(self, side: str, out: Path) -> Path:
         side = "softmax" if side == SOURCE else ARMS.get(side, (side,))[0]
@@ -158,6 +161,9 @@ def read_source(name: str | Path, arms: Sequence[str] = USUAL) -> Source:
     if softmax is None:  # it keeps its class
         check_trainable(folder, model)
         softmax = nearest(model.config)
+    if softmax.attention != "softmax" or hasattr(model.config, ENTRY):
+        raise UserError(f"{folder} holds a differential model; give the softmax Transformer that it was made from")
+    if origin is None or DEX in arms:  # a class that has attention dropout
         dropout = tuple(name for name in ATTENTION_DROPOUT if getattr(model.config, name, 0))
     models: dict[str, Any] = {"softmax": softmax}
     no_control = ""
@@ -169,6 +175,7 @@ def read_source(name: str | Path, arms: Sequence[str] = USUAL) -> Source:
             except ValueError as error:
                 no_control = first_line(error)
         elif kind == DEX:  # it keeps the source's class
+            trained_by_dex(differentiate(copy.deepcopy(model), DEX))
             models[arm] = nearest(model.config)
         else:
             models[arm] = softmax if kind == "softmax" else to_differential(softmax, kind).config

@@ -75,13 +75,24 @@ def extend(model: Any, parts: Sequence[Parts], heads: Sequence[Sequence[int]] | 
         for tensor in (module.weight, module.lam, module.progress, module.chosen):
             tensor.zero_()
         module.chosen[[*chosen]] = 1
-        part.module.add_module(DEX, module)
-        part.module.dex_hook = part.out.register_forward_pre_hook(partial(_extended, part.module))
+        attention: Any = part.module
+        attention.add_module(DEX, module)
+        attention.dex_out = next(name for name, child in attention.named_children() if child is part.out)
+        attention.dex_hook = part.out.register_forward_pre_hook(partial(_extended, attention))
+        attention.dex_follows = attention.register_forward_pre_hook(_follow)
 
 
 def _extended(attention: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Forward pre-hook of W_O; the extension is looked up, as PEFT may have wrapped it."""
     return getattr(attention, DEX)(args[0]), *args[1:]
+
+
+def _follow(attention: Any, _: tuple[Any, ...]) -> None:
+    """Forward pre-hook of attention: the extension acts before what W_O is now, which PEFT wraps and merges."""
+    out = getattr(attention, attention.dex_out)
+    if attention.dex_hook.id not in out._forward_pre_hooks:
+        attention.dex_hook.remove()
+        attention.dex_hook = out.register_forward_pre_hook(partial(_extended, attention))
 
 
 def extensions(model: nn.Module) -> Iterator[Dex]:
@@ -101,13 +112,15 @@ def fold(model: Any) -> Any:
     can be served by any engine.
 
     Raises:
-        UserError: for a model without DEX.
+        UserError: for a model without DEX, or one with adapters that are not merged.
     """
     if (getattr(model.config, ENTRY, None) or {}).get("kind") != "dex":
         raise UserError(f"{type(model).__name__} has no DEX to fold; give a model of differentiate(model, kind='dex')")
-    for path, attention in attentions(model):
+    for part in [read_part(path, attention) for path, attention in attentions(model)]:
+        attention: Any = part.module
         attention.dex_hook.remove()
-        _fold(attention._modules.pop(DEX), read_part(path, attention))
+        attention.dex_follows.remove()
+        _fold(attention._modules.pop(DEX), part)
     delattr(model.config, ENTRY)
     return model
 

@@ -92,7 +92,7 @@ def differentiate(
     return model
 
 
-def restore(model: PreTrainedModel, *_: Any) -> None:
+def restore(model: PreTrainedModel, *_: Any, **__: Any) -> None:
     """Give ``model`` the attention that the entry of its configuration describes, where it does not have it yet.
 
     Raises:
@@ -119,7 +119,9 @@ def check_start(kind: str, lambda_init: Any) -> None:
         )
 
 
-def save_card(model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any) -> None:
+def save_card(
+    model: PreTrainedModel, save_directory: str | os.PathLike, is_main_process: bool = True, *_: Any, **__: Any
+) -> None:
     """Write the model card, ``README.md``, if there is none; ``save_pretrained`` calls it."""
     if is_main_process:
         write_card(model, Path(save_directory))

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from diff_transformer.checks import did_you_mean, first_line, listed, read_json, require_device, require_known
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -47,6 +47,17 @@ def load_model(name_or_path: str, *, device: str | None = None, dtype: str | Non
         config = preset(name_or_path, vocab_size=max(preset(name_or_path).vocab_size, len(tokenizer)))
         return DiffTransformerForCausalLM(config).to(device, **options).eval(), tokenizer
     return read_model(path, **options).to(device).eval(), read_tokenizer(path)
+
+
+def configuration_of(name: str) -> Any:
+    """The configuration of a model without its weights; None if it cannot be read, which loading the model explains."""
+    path = Path(name).expanduser()
+    if name in PRESETS and not path.exists():
+        return preset(name)
+    try:
+        return AutoConfig.from_pretrained(folder_of(path) if path.exists() else name, trust_remote_code=False)
+    except (OSError, ValueError):
+        return None
 
 
 def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM, **options: Any) -> Any:

@@ -130,7 +130,10 @@ def read_part(path: str, module: Any) -> Parts:
     for name in names:
         linear = type(getattr(module, name))
         if linear not in (nn.Linear, Conv1D):
-            raise UserError(f"{name} of {kind} is a {linear.__name__}; give the model before adapters and quantisation")
+            raise UserError(
+                f"{name} of {kind} is a {linear.__module__}.{linear.__name__}; give the model before adapters and "
+                "quantisation, or merge them first"
+            )
     d = getattr(module, "head_dim", None) or getattr(module, "head_size", 0)
     norms = next((pair for pair in _NORMS if any(hasattr(module, name) for name in pair)), ("", ""))
     if fused:

@@ -27,7 +27,7 @@ def _extended(method, step: str | None):
             from diff_transformer.model import differentiate  # which registers names of attn_implementation
 
             if step is not None:
-                getattr(differentiate, step)(self, *args)
+                getattr(differentiate, step)(self, *args, **kwargs)
         return method(self, *args, **kwargs)
 
     return extended

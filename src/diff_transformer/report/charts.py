@@ -68,8 +68,11 @@ class Panel:
         marks = []
         for key, of in self.frame.groupby(["side", self.x], sort=False):
             side, x = key  # ty: ignore[not-iterable]
-            by_seed = [values.to_numpy(float) for _, values in of.groupby("seed")[self.y]]
-            found, place = average(by_seed, proportion=self.y == "score"), f"{x:g}" if isinstance(x, float) else str(x)
+            unit = [name for name in ("seed", "data_seed", "example") if name in of and of[name].notna().all()]
+            examples = of.assign(**{self.y: of[self.y].astype(float)}).groupby(unit)[self.y].mean()  # of several rows
+            by_seed = [values.to_numpy() for _, values in examples.groupby(level="seed")]
+            found = average(by_seed, proportion=self.y in ("score", "share"))
+            place = f"{x:g}" if isinstance(x, float) else str(x)
             numbers = (found.mean, found.low, found.high, found.examples, found.seeds)
             marks.append((self.title, side, place, *numbers))
         return pd.DataFrame(marks, columns=["panel", "side", "x", *NUMBERS]).dropna(subset=["mean"])

@@ -70,12 +70,13 @@ def losses(rows: Rows, sides: Sides) -> list[Panel]:
         "tokens must be predicted.")  # fmt: skip
 def slices(rows: Rows, sides: Sides) -> list[Panel]:
     frame = rows["associative_recall"]
+    sums = frame.groupby(["side", "seed"], as_index=False, sort=False).sum(numeric_only=True)
     parts = [frame.assign(slice="all tokens", nats=frame["loss"])]
     for part, name in (("ar_hit", "AR-Hit"), ("others", "others")):
-        parts.append(frame.assign(slice=name, nats=frame[f"{part}_sum"] / frame[f"{part}_count"]))
+        parts.append(sums.assign(slice=name, nats=sums[f"{part}_sum"] / sums[f"{part}_count"]))
     every = pd.concat(parts)
     models = frame.assign(model=frame["side"].map(sides))
-    panels = [Panel("Loss by slice, mean over rows", every, "nats", "slice")]
+    panels = [Panel("Loss by slice, mean over tokens", every, "nats", "slice")]
     return [*panels, Panel("Loss of every model", models, "loss", "model")] if len(sides) > 2 else panels
 
 
@@ -120,7 +121,8 @@ def allocation(rows: Rows, sides: Sides) -> list[Panel]:
     ]
     heads = rows["allocation_heads"]
     if len(heads):
-        layers = heads.groupby(["side", "seed", "example", "layer"], as_index=False)[["answer", "noise"]].mean()
+        key = ["side", "seed", "data_seed", "example", "layer"]
+        layers = heads.groupby(key, as_index=False)[["answer", "noise"]].mean()
         panels += [
             Panel(f"Share of the {part}, by layer", layers, part, "layer", joined=True) for part in ("answer", "noise")
         ]
@@ -181,7 +183,7 @@ def many_shot(rows: Rows, sides: Sides) -> list[Panel]:
         Panel(f"Accuracy, {order}", of, "score", "shots", joined=True)
         for order, of in frame.groupby("order", sort=False)
     ]
-    most = frame[frame["shots"] == frame.groupby("side")["shots"].transform("max")]
+    most = frame[frame["shots"] == frame.groupby(["side", "seed", "data_seed"])["shots"].transform("max")]
     most = most.rename(columns={"order_seed": "order drawn"})
     return panels + [
         Panel(f"By order, {order}", of, "score", "order drawn") for order, of in most.groupby("order", sort=False)
@@ -218,7 +220,7 @@ def anatomy(rows: Rows, sides: Sides) -> list[Panel]:
         "importance": "Importance",
     }  # fmt: skip
     shown = {name: title for name, title in titles.items() if frame[name].notna().any()}
-    key = ["side", "seed", "example", "layer"]
+    key = ["side", "seed", "data_seed", "example", "layer"]
     means = frame.groupby(key, as_index=False)[list(shown)].mean()
     return [
         Panel(f"{title}, by layer", means.dropna(subset=[n]), n, "layer", joined=True) for n, title in shown.items()

@@ -62,9 +62,10 @@ def write_picture(rows: Rows, figure: str, out: Path, *, overwrite: bool = False
     """
     from diff_transformer.checks import require_known
     from diff_transformer.report.charts import names_of, picture
-    from diff_transformer.report.figures import FIGURES
+    from diff_transformer.report.figures import FIGURES, of_own
 
     known = {each.id: each for each in FIGURES}
+    known |= {name: of_own(name) for name in rows.experiments if name not in TABLES}
     require_known("figure", figure, known)
     chosen = known[figure]
     if not len(rows[chosen.table]):

@@ -43,7 +43,8 @@ def _differences(rows: Rows, chosen: list[Quantity] | None) -> str:
         "| model | quantity | Transformer | model | difference (95 % CI) | seeds | p, Holm | verdict |",
         "|---" * 8 + "|",
     ]
-    every = [*(QUANTITIES[id] for id in OF_TABLES), *further(rows)]
+    cells = [of for of in registered(rows) if of.experiment == "needle" and of.id not in OF_TABLES]
+    every = [*(QUANTITIES[id] for id in OF_TABLES), *cells, *further(rows)]
     for side in rows.sides:
         if side == BASELINE:
             continue

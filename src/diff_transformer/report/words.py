@@ -22,8 +22,8 @@ def number(value: float | None, sign: bool = False) -> str:
     digits = 0 if size >= 100 else 1 if size >= 10 else 3
     if 0 < size < 0.001:
         digits = 5
-    if 0 < size < 1e-5 and not sign:
-        return f"{value:.1e}".replace("-", "−")
+    if 0 < size < 1e-5:
+        return f"{value:{'+' if sign else ''}.1e}".replace("-", "−")
     return f"{value:{'+' if sign else ''},.{digits}f}".replace("-", "−")
 
 

@@ -20,7 +20,7 @@ from diff_transformer.model.convert import diffllama, llama, motif
 from diff_transformer.model.convert.conversion import converted
 from diff_transformer.model.convert.from_softmax import to_differential
 from diff_transformer.model.differentiate import KINDS, check_start, differentiate
-from diff_transformer.model.loading import DTYPES, read_model, read_settings
+from diff_transformer.model.loading import DTYPES, folder_of, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.parts import DEX, read
 
@@ -116,7 +116,7 @@ def convert_folder(
         UserError: for unknown names, a folder without a model, a model that cannot be represented in the target, or an
             ``out`` that is not empty.
     """
-    source, out = Path(source).expanduser(), Path(out).expanduser()
+    source, out = folder_of(str(source)), Path(out).expanduser()
     require_known("target", target, FOLDER_TARGETS)
     if target in (*KINDS, DEX):
         check_start(target, lambda_init)
@@ -146,6 +146,8 @@ def convert_folder(
         model, notes_of_target = _converted(model, target, lambda_init, cast)
         model = model.to(cast or model.dtype) if target == PACKAGE else model
         notes = [f"{source}: {LAYOUTS[layout].title}", *notes_of_target]
+        if settings.get("attention_dropout"):
+            notes.append("attention dropout is left out: differential attention has none")
     with replacing(out) as folder:
         folder.mkdir(parents=True)
         model.save_pretrained(folder)
