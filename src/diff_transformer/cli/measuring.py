@@ -104,7 +104,7 @@ def _evaluate(plan, out: Path, resume: bool, bar) -> bool:
             require_installed()
             print(f"report: {write_report([out], out / 'report.html', overwrite=True)}")
             for outcome in outcomes:
-                if outcome.record and len(plan.names) == 1:
+                if not outcome.error and len(plan.names) == 1:
                     print(markdown(read_results(outcome.path)))
         except UserError as error:  # the results are there, and tables and a page can be made of them anywhere
             print(f"not shown: {error}", file=sys.stderr)

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from diff_transformer.cli.app import DryRun, Out, app, computing, quiet
+from diff_transformer.cli.app import Out, app, computing, quiet
 
 
 @app.command()
@@ -26,7 +26,6 @@ def convert(
         str | None,
         typer.Option(help="float32, bfloat16 or float16 for the matrices; the source's by default."),
     ] = None,
-    dry_run: DryRun = False,
 ):
     """Convert a model to or from this package's layout, with the same logits.
 
@@ -43,8 +42,6 @@ def convert(
     layout, settings = layout_of(source)
     size = sum(path.stat().st_size for path in source.glob("*.safetensors")) / 1e9
     print(f"{source}: {layout or settings.get('model_type')}, {size:.2f} GB; to {target}, in {out}")
-    if dry_run:
-        return
     for note in convert_folder(source, out, target, dtype=dtype, lambda_init=lambda_init):
         print(note)
     print(f"model: {out}")
