@@ -195,6 +195,10 @@ def test_errors_name_what_is_wrong(tmp_path):
         ({"train/a.txt": "", "val/b.txt": "text"}, "the train side of corpus"),
         ({"a.txt": "\n", "b.txt": ""}, "the train side of corpus"),
         ({"a.txt": "x"}, "the validation side of corpus"),
+        (
+            {"a.jsonl": '{"text": "x"}'},
+            "held out with probability 0.1, by a hash of its text, and of 1 rows none is",
+        ),
         ({"a.txt": "text" + "\n" * 40}, "the validation side of corpus"),
     ],
 )

@@ -140,6 +140,9 @@ def test_a_spec_survives_its_file(tmp_path):
     config.evaluation.samples, config.train.compile = 99, True  # as for `train --resume`
     check_folders({tmp_path: spec, tmp_path / "new": spec})
     (tmp_path / "rows.jsonl.gz").touch()  # it is finished
+    with pytest.raises(UserError, match=r"another configuration[^\0]*evaluation.samples: \d+ against 99"):
+        check_folders({tmp_path: spec})
+    config.evaluation.samples = recipe("debug").evaluation.samples
     with pytest.raises(UserError, match=r"ended without ruler; leave them out, choose another folder, or measure"):
         check_folders({tmp_path: dataclasses.replace(spec, measure=(*spec.measure, "ruler"))})
     config.train.steps = 99

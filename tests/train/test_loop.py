@@ -98,7 +98,9 @@ def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
     config = override(
         config, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0", "train.checkpoint_every=1"]
     )
-    with pytest.raises(Diverged, match=r"step \d+: loss .*, gradient norm .*intact.*Lower optim.lr"):
+    with pytest.raises(
+        Diverged, match=r"step \d+: loss .*, gradient norm .*checkpoint: .*step-.*with a lower optim"
+    ):
         train(config, tmp_path / "run")
     assert latest_checkpoint(tmp_path / "run") is not None
     assert not (tmp_path / "run" / "model").exists()
@@ -113,6 +115,10 @@ def test_folders_are_never_overwritten(config, tmp_path):
     (tmp_path / "run" / "model" / "notes.txt").write_text("mine")
     train(config, tmp_path / "run", resume=True)
     assert (tmp_path / "run" / "model" / "notes.txt").read_text() == "mine", "a finished run is not written again"
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    with pytest.raises(UserError, match=r"is finished, and its checkpoints are gone; use .*model, or train in"):
+        train(config, tmp_path / "run", resume=True)
+    assert (tmp_path / "run" / "model" / "notes.txt").exists()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "thesis.txt").write_text("mine")
     with pytest.raises(UserError, match="is not empty and holds no run"):

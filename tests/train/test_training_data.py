@@ -12,6 +12,7 @@ from diff_transformer.data.prepare import PrepareConfig, prepare
 from diff_transformer.data.tokenizer import byte_tokenizer, load_tokenizer, tokenizer_hash
 from diff_transformer.data.tokens import Shards
 from diff_transformer.lab.recipes import recipe
+from diff_transformer.lab.stages import load_stages
 from diff_transformer.train.config import override
 from diff_transformer.train.loop import train
 from diff_transformer.train.training_data import _tokens, load_training_data, prefetched
@@ -90,3 +91,10 @@ def test_an_error_is_raised_where_its_batch_is_asked_for():
         assert [next(batches), next(batches)] == [0, 1]
         with pytest.raises(OSError, match="shard 7 is gone"):
             next(batches)
+
+
+def test_a_plan_takes_the_vocabulary_of_its_prepared_corpus(foxes, monkeypatch):
+    monkeypatch.setenv("HOME", str(foxes.parent))
+    (stage,) = load_stages("ablation", "~/foxes")
+    vocabulary = len(load_tokenizer(foxes / "tokenizer"))
+    assert {(of.data.corpus, of.model["vocab_size"]) for of in stage.settings.values()} == {(str(foxes), vocabulary)}

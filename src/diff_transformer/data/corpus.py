@@ -51,6 +51,12 @@ def _read(source: str, max_bytes: int | None) -> Corpus:
             if left <= 0 and sides["validation"]:
                 break
     for split, documents in sides.items():
+        if not documents and any(sides.values()) and any(file.kind in ("lines", "parquet", "hub") for file in files):
+            count = sum(map(len, sides.values()))
+            raise UserError(
+                f"a row of corpus {source!r} is held out with probability {VALIDATION_SHARE}, by a hash of its text, and "
+                f"of {count} rows none is on the {split} side; give more rows, or folders train/ and val/"
+            )
         if not documents:
             raise UserError(f"the {split} side of corpus {source!r} has no text but white space; give more text")
     return Corpus(stable_order(sides["train"]), stable_order(sides["validation"]))

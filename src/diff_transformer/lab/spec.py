@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from diff_transformer.checks import read_json
+from diff_transformer.checks import differences, read_json
 from diff_transformer.durable import write_whole
 from diff_transformer.errors import UserError
 from diff_transformer.lab.rows import REQUEST, finished
@@ -18,6 +18,7 @@ from diff_transformer.model.matching import variant, variant_fields
 from diff_transformer.train.config import RunConfig
 
 PAIR_EVALS = ("associative_recall", "needle", "allocation", "outliers")  # of every comparison; see ``lab/worker.py``
+_LATER = ("throughput_repeats", "recall_steps", "more")  # settings that do not change what a finished run measured
 _SIZES = ("num_key_value_heads", "value_head_dim", "intermediate_size")  # of a variant, so that costs are equal
 
 
@@ -88,8 +89,12 @@ def check_folders(runs: Mapping[Path, RunSpec]) -> None:
                 f"{folder} ended without {', '.join(sorted(lacks))}; leave them out, choose another folder, or measure "
                 "its model with `diff-transformer eval`"
             )
-        there = RunConfig.from_dict(read_json(folder / REQUEST)["config"]).to_dict()
-        if different := changes_results(there, spec.config.to_dict()):
+        there, here = RunConfig.from_dict(read_json(folder / REQUEST)["config"]).to_dict(), spec.config.to_dict()
+        different = changes_results(there, here)
+        if finished(folder) or (folder / "parts").is_dir():  # what is measured already
+            measured = [{k: v for k, v in of["evaluation"].items() if k not in _LATER} for of in (there, here)]
+            different += [line for line in differences(*measured, "evaluation.") if line not in different]
+        if different:
             lines = "\n  ".join(different)
             raise UserError(
                 f"{folder} has another configuration (saved against given):\n  {lines}\nchoose another folder, or give "

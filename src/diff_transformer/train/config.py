@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
@@ -79,8 +80,9 @@ class DataConfig:
 
     # "python", a file or folder of text, JSON lines or parquet, "hub:NAME", a folder that `diff-transformer prepare`
     # made, or "none" (recall alone)
-    corpus: str = "python"
-    max_bytes: PositiveInt | None = None  # bytes of the corpus, at most; None for all of it, as of a prepared folder
+    corpus: Annotated[str, AfterValidator(os.path.expanduser)] = "python"
+    # bytes of the corpus, at most; None for all of it, as of a prepared folder; "python" has 8 MB
+    max_bytes: PositiveInt | None = None
     # "bpe" (trained on the corpus; a prepared folder brings its own), "bytes", or a folder or hub name
     tokenizer: str = "bpe"
     length: Annotated[int, Field(ge=2)] = 128  # tokens a row

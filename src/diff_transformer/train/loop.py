@@ -136,6 +136,8 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
     fabric, settings, config = run.fabric, run.plan.config.train, run.plan.config
     checkpoints = Checkpoints(folder, fabric, keep=settings.checkpoint_keep, background=settings.checkpoint_async)
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
+    if resume and not step:
+        on_first_rank(fabric, lambda: refuse_finished(folder))
     say(describe(run.plan))
     if step:
         say(f"continues after step {step:,} of {settings.steps:,}")
@@ -264,9 +266,18 @@ def _values(run: Run, outcome: Outcome, rate: float) -> dict:
 
 def _diverged(folder: Path, done: int, outcome: Outcome) -> Diverged:
     return Diverged(
-        f"step {done}: loss {outcome.loss}, gradient norm {outcome.norm}; nothing of this step is saved, the last "
-        f"checkpoint ({latest_checkpoint(folder) or 'none yet'}) is intact. Lower optim.lr, or raise optim.warmup_steps"
+        f"step {done}: loss {outcome.loss}, gradient norm {outcome.norm}; nothing of this step is saved (last "
+        f"checkpoint: {latest_checkpoint(folder) or 'none yet'}). Train in another folder with a lower optim.lr or "
+        "more optim.warmup_steps"
     )
+
+
+def refuse_finished(folder: Path) -> None:
+    """Raise UserError for a finished run without its checkpoints, which would be trained again from its first step."""
+    if (folder / "model").is_dir():
+        raise UserError(
+            f"{folder} is finished, and its checkpoints are gone; use {folder / 'model'}, or train in another folder"
+        )
 
 
 def refuse_other_rows(folder: Path, data: TrainingData) -> None:
