@@ -98,9 +98,7 @@ def test_what_is_not_finite_raises_and_leaves_the_checkpoint(config, tmp_path):
     config = override(
         config, ["optim.lr=1e30", "optim.warmup_steps=0", "optim.grad_clip=0", "train.checkpoint_every=1"]
     )
-    with pytest.raises(
-        Diverged, match=r"step \d+: loss .*, gradient norm .*checkpoint: .*step-.*with a lower optim"
-    ):
+    with pytest.raises(Diverged, match=r"step \d+: loss .*, gradient norm .*checkpoint: .*step-.*with a lower optim"):
         train(config, tmp_path / "run")
     assert latest_checkpoint(tmp_path / "run") is not None
     assert not (tmp_path / "run" / "model").exists()

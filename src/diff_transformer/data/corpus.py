@@ -54,8 +54,8 @@ def _read(source: str, max_bytes: int | None) -> Corpus:
         if not documents and any(sides.values()) and any(file.kind in ("lines", "parquet", "hub") for file in files):
             count = sum(map(len, sides.values()))
             raise UserError(
-                f"a row of corpus {source!r} is held out with probability {VALIDATION_SHARE}, by a hash of its text, and "
-                f"of {count} rows none is on the {split} side; give more rows, or folders train/ and val/"
+                f"a row of corpus {source!r} is held out with probability {VALIDATION_SHARE}, by a hash of its text, "
+                f"and of {count} rows none is on the {split} side; give more rows, or folders train/ and val/"
             )
         if not documents:
             raise UserError(f"the {split} side of corpus {source!r} has no text but white space; give more text")
