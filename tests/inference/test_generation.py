@@ -5,6 +5,8 @@ from functools import partial
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from diff_transformer import DiffTransformerForCausalLM, diff_attention_decode
 from diff_transformer.data.tokenizer import byte_tokenizer
@@ -128,6 +130,20 @@ def test_streaming_gives_the_text_piece_by_piece(attention):
     assert generate(model, tokenizer, ["wörld 😀"], GenerationSettings(40)) == [text]
 
 
+def test_the_space_before_the_first_word_stays():
+    """Llama 2's decoder drops the first space of what it is given."""
+    words = Tokenizer(models.WordLevel({f"▁w{i}": i for i in range(258)}, unk_token="▁w0"))
+    words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    words.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
+    words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    tokenizer, pieces = PreTrainedTokenizerFast(tokenizer_object=words), []
+    model = make()
+    model.generation_config.eos_token_id = None
+    (text,) = generate(model, tokenizer, ["w3 w5"], GenerationSettings(6), on_text=pieces.append)
+    assert re.fullmatch(r"( w\d+){6}", text)
+    assert "".join(pieces) == text
+
+
 def test_generate_takes_batches_and_assistants():
     model, tokenizer = make(), byte_tokenizer()
     run = partial(generate, model, tokenizer)
@@ -172,6 +188,8 @@ def test_requests_that_cannot_be_met_are_refused():
         generate(model, tokenizer, ["a", "b"], on_text=print)
     with pytest.raises(ValueError, match="one prompt at a time, not 2"):
         generate(model, tokenizer, ["a", "b"], assistant=model)
+    with pytest.raises(ValueError, match="attention='dint' has no cache, which speculative decoding needs"):
+        generate(model, tokenizer, ["a"], assistant=make("dint"))
     with pytest.raises(ValueError, match="the assistant has 300 tokens and the model 258"):
         generate(model, tokenizer, ["a"], assistant=DiffTransformerForCausalLM(preset("debug", vocab_size=300)))
     with pytest.raises(ValueError, match="an assistant and compiled exclude"):

@@ -58,6 +58,12 @@ def test_a_static_cache_takes_the_whole_mask(attention):
         layer(x, past_key_values=cache)
 
 
+@pytest.mark.parametrize("attention", ["softmax", "gated", "diff"])
+def test_a_mask_of_integers_is_refused(attention):
+    with pytest.raises(ValueError, match=r"attn_mask is .*int64.*; give None, or bool"):
+        DiffAttention(32, 4, attention=attention)(torch.randn(2, 6, 32), attention_mask=torch.ones(2, 1, 1, 6).long())
+
+
 def test_rotary_positions_are_relative():
     torch.manual_seed(0)
     layer = DiffAttention(32, 4, rope_theta=10_000.0, is_causal=True).double()

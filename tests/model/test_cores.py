@@ -336,6 +336,7 @@ def test_what_v3_and_a_gate_cost_at_3b():
         ({}, "needs a weight: give lam"),
         ({"lam": "token", "factor": True}, "which lam='token' lacks; set factor=False"),
         ({"lam": "token", "initial_ratio": 1.0}, "initial_ratio is 1.0; give one between 0 and 1"),
+        ({"maps": 1, "initial_ratio": 0.3}, "initial_ratio is of lam='token'; leave it out"),
         ({"lam": "token", "head_norm_init": 0.3}, "head_norm_init=0.3 sets the weight of a head norm"),
         ({"maps": 1, "subtract": False}, "subtract=False needs maps=2"),
         ({"lam": "token", "gate": "result", "head_norm": "plain"}, "the head norm cancels a gate before it"),

@@ -19,8 +19,8 @@ def pair_table(name: str, length: int | None = None, attention: str = "diff") ->
         UserError: for an unknown preset or variant, one the preset's heads do not fit, or a length that is not
             positive.
     """
-    config = variant(preset(name), attention)
-    baseline = matched_baseline(config)
+    baseline = matched_baseline(preset(name))
+    config = preset(name) if attention == "diff" else variant(baseline, attention)
     diff, softmax = model_cost(config, length=length), model_cost(baseline, length=length)
     heads, d = config.heads, config.head_dim
     table = Table(

@@ -83,7 +83,7 @@ def generate(
     _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
     ends, pad = _ends(model), padding_token(model, tokenizer)
     inputs, mask = left_padded(ids, pad, model.device)
-    streamer = None if on_text is None else TextPieces(tokenizer, on_text)
+    streamer = None if on_text is None else TextPieces(tokenizer, on_text, ids[0])
     inference = torch.inference_mode(not settings.compiled)
     with inference, torch.no_grad(), _seeded(settings.seed, model.device), plain_defaults(model):
         out = model.generate(
@@ -91,7 +91,13 @@ def generate(
             **_options(settings, model.device),
         )  # fmt: skip
     new = out[:, inputs.shape[1] :].tolist()
-    return [tokenizer.decode(_ended(row, ends), skip_special_tokens=True) for row in new]
+    return [_continuation(tokenizer, prompt, _ended(row, ends)) for prompt, row in zip(ids, new, strict=True)]
+
+
+def _continuation(tokenizer, prompt: list[int], new: list[int]) -> str:
+    """The text of ``new`` after ``prompt``; alone, some tokenizers (Llama 2, Mistral 7B) drop its first space."""
+    before, whole = (tokenizer.decode(ids, skip_special_tokens=True) for ids in (prompt, [*prompt, *new]))
+    return whole[len(before) :] if whole.startswith(before) else tokenizer.decode(new, skip_special_tokens=True)
 
 
 def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Tensor, Tensor]:
@@ -105,9 +111,11 @@ def left_padded(ids: Sequence[Sequence[int]], pad: int, device: Any) -> tuple[Te
 class TextPieces(TextStreamer):
     """Streamer of ``generate`` for one prompt: ``on_text`` gets each piece of text once its words are complete."""
 
-    def __init__(self, tokenizer, on_text: Callable[[str], None]):
+    def __init__(self, tokenizer, on_text: Callable[[str], None], prompt: list[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.on_text = on_text
+        self.token_cache = prompt[-1:]  # the first word is decoded after it, see ``_continuation``
+        self.print_len = len(tokenizer.decode(self.token_cache, skip_special_tokens=True))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:
@@ -169,6 +177,8 @@ def _check_assistant(model, assistant, settings: GenerationSettings) -> None:
     own, other = (m.config.get_text_config().vocab_size for m in (model, assistant))
     if own != other:
         raise UserError(f"the assistant has {other} tokens and the model {own}; give one with the same tokenizer")
+    if "dint" in [getattr(m.config, "attention", None) for m in (model, assistant)]:
+        raise UserError("attention='dint' has no cache, which speculative decoding needs; leave the assistant out")
 
 
 @contextmanager

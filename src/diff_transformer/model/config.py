@@ -274,7 +274,7 @@ def matched_baseline(config: DiffTransformerConfig) -> DiffTransformerConfig:
 
     Parameters agree within 1 %. For ``"diff"`` FLOPs and the key/value cache agree too: only ``attention`` differs, and
     the DIFF Transformer has ``6 head_dim`` more parameters in each layer. The same holds for a fixed lambda and for
-    ``"dint"``, which computes more. For the others ``intermediate_size`` may differ too: see ``cost_matched`` in
-    ``model/matching.py``.
+    ``"dint"``, which computes more and has no cache. For the others ``intermediate_size`` may differ too: see
+    ``cost_matched`` in ``model/matching.py``.
     """
     return cost_matched(config, **VARIANTS["softmax"], core=None)

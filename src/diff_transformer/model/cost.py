@@ -91,5 +91,6 @@ def model_cost(config, *, length: int | None = None, bytes_per_value: int = 2) -
         matrices += parameters["lambda"]
     flops = 2 * matrices + config.num_hidden_layers * attention_core_flops(config, length)
     heads = config.heads
-    cached = config.num_hidden_layers * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
+    layers = 0 if config.variant.means else config.num_hidden_layers  # that have a cache
+    cached = layers * (heads.keys * heads.head_dim + heads.values * heads.value_dim)
     return Cost(parameters, round(flops), cached * bytes_per_value, length, config.sliding_window)

@@ -90,6 +90,7 @@ class Variant:
             (start != "depth" and isinstance(start, int | float) and not -math.inf < start < 1,
              f"lambda_init is {start}; heads are multiplied by 1 - lambda_init, which must be positive: give a number "
              "below 1, or 'depth'"),
+            (ratio is not None and self.lam != "token", "initial_ratio is of lam='token'; leave it out"),
             (ratio is not None and not 0 < ratio < most, f"initial_ratio is {ratio}; give one between 0 and {most}"),
             (not isinstance(self.head_scale, int | float | list | tuple) and self.head_scale != MATCHED,
              f"head_scale is {self.head_scale!r}; give a number, one for each layer, or {MATCHED!r}"),

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from diff_transformer.ops.arguments import four_dimensional_mask
 from diff_transformer.ops.call import Call, in_dtype, normalized
 from diff_transformer.ops.masking import cast_mask, fully_masked_rows, one_mask, position_mask
 
@@ -87,6 +88,7 @@ def softmax_attention(
         window: each query sees its last ``window`` keys; needs ``is_causal``.
     """
     T, S = q.shape[2], k.shape[2]
+    attn_mask = four_dimensional_mask(attn_mask, q, S)
     mask, is_causal = mask_and_flag(T, S, is_causal, window, attn_mask, None, q)
     grouped = True if q.shape[1] != k.shape[1] else False  # noqa: SIM210  (symbolic when traced or compiled)
     return scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=is_causal, enable_gqa=grouped)
