@@ -130,7 +130,7 @@ def train(out: Out, recipe: Recipe = "demo", assignments: Set = None, resume: Re
     config = configuration(recipe, assignments)
     if dry_run:
         plan = resolve(config, world_size())
-        check_run_folder(out, resume=resume)
+        check_run_folder(out, config, resume=resume)
         load_training_data(plan.config)
         return print(describe(plan)) if is_first() else None
     with resumable(out, lambda: any(out.glob(CHECKPOINTS))), step_bars(disable=not is_first()) as bar:

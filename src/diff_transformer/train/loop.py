@@ -96,7 +96,7 @@ def train(
     """
     folder = Path(folder)
     plan = resolve(config, world_size())
-    check_run_folder(folder, resume=resume)
+    check_run_folder(folder, config, resume=resume)
     with ExitStack() as held:
         if config.train.threads:
             held.callback(torch.set_num_threads, torch.get_num_threads())

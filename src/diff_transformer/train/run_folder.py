@@ -42,17 +42,21 @@ def locked(folder: Path) -> Generator[None]:
         raise UserError(f"another process works in {folder}; wait for it, stop it, or choose another --out") from None
 
 
-def check_run_folder(folder: Path, *, resume: bool) -> None:
-    """Check that ``folder`` can be the folder of a run. Writes nothing.
+def check_run_folder(folder: Path, config: RunConfig, *, resume: bool) -> None:
+    """Check that ``folder`` can be the folder of a run of ``config``. Writes nothing.
 
     Raises:
-        UserError: if the folder is not empty and ``resume`` is False, holds something else than a run, or cannot be
-            written to.
+        UserError: if the folder is not empty and ``resume`` is False, holds something else than a run or a run of
+            another configuration, or cannot be written to.
     """
     require_writable(folder)
-    if (folder / "config.json").exists():
+    path = folder / "config.json"
+    if path.exists():
         if not resume:
             raise UserError(f"{folder} holds a run already; resume it (--resume) or choose another folder")
+        if different := changes_results(RunConfig.load(path).to_dict(), config.to_dict()):
+            lines = "\n  ".join(different)
+            raise UserError(f"{folder} holds a run of another configuration (saved against given):\n  {lines}")
     elif folder.is_dir() and any(not _is_ours(entry.name) for entry in folder.iterdir()):
         raise UserError(f"{folder} is not empty and holds no run; choose another folder")
 
@@ -70,19 +74,13 @@ def run_folder(folder: Path, config: RunConfig, *, resume: bool) -> Generator[No
     with them, except for a finished run.
 
     Raises:
-        UserError: as ``check_run_folder``, if another process works in it, or it holds a run of another configuration.
+        UserError: as ``check_run_folder``, or if another process works in it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     with locked(folder):
-        check_run_folder(folder, resume=resume)
-        path = folder / "config.json"
-        if path.exists():
-            different = changes_results(RunConfig.load(path).to_dict(), config.to_dict())
-            if different:
-                lines = "\n  ".join(different)
-                raise UserError(f"{folder} holds a run of another configuration (saved against given):\n  {lines}")
+        check_run_folder(folder, config, resume=resume)
         if not (folder / "model").is_dir():
-            config.save(path)
+            config.save(folder / "config.json")
         yield
 
 
