@@ -5,7 +5,7 @@ was fixed before the runs, in preregistration.md.
 
 Commands: ``python figures/conversion/plan.py SMOLLM2`` writes the models that training starts from to runs/initial;
 then ``diff-transformer study conversion --corpus BOOKS --out runs/conversion --minutes 60``, repeated until it reports
-that all runs are finished. Hardware: two CPU cores with bf16 instructions. Time: about seven hours.
+that all runs are finished. Hardware: two CPU cores with bf16 instructions. Time: about five hours.
 """
 
 import sys
