@@ -10,6 +10,7 @@ curve count, so that all points are of the same texts.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 from diff_transformer.data.documents import Document
 from diff_transformer.data.evaluation_text import documents_of
@@ -41,6 +42,12 @@ class Settings:
 
 
 QUICK = {"length": 128, "samples": 12}
+
+
+def amount(settings: Settings, config: Any) -> tuple[int, int]:
+    """Books, at most, and their positions."""
+    length = settings.length or min(LONGEST, getattr(config, "max_position_embeddings", None) or LONGEST)
+    return settings.samples, settings.samples * length
 
 
 def run(lm: CausalLM, settings: Settings, samples: Samples) -> Result:

@@ -143,9 +143,9 @@ def run_eval(
     settings = build(module.Settings, asdict(settings), f"{name}.")
     if lm is None and _needs_model(name):
         raise UserError(f"{name} measures a model; give its folder, a name on the hub, a preset or a CausalLM")
+    require_writable(out.parent)
     if isinstance(lm, str | Path):
         lm = load_lm(str(lm))
-    require_writable(out.parent)
     model = settings_of_lm(lm)  # before an experiment can change it
     result = module.run(lm, settings, Samples(bar))
     facts = provenance(**asdict(settings)) | result.about | model

@@ -130,13 +130,12 @@ def load_stages(name: str, corpus: str = "python", assignments: Sequence[str] = 
     stages = list(module.stages(corpus))
     if not stages:
         raise UserError(f"{name} is an empty plan; its stages(corpus) returned no Stage")
+
+    def configured(config: RunConfig) -> RunConfig:
+        own = f"data.corpus={json.dumps(config.data.corpus)}"  # assigned, so that a prepared one decides the vocabulary
+        return override(config, [own, *assignments])
+
     return [
-        replace(stage, settings={name: _configured(config, assignments) for name, config in stage.settings.items()})
+        replace(stage, settings={name: configured(config) for name, config in stage.settings.items()})
         for stage in stages
     ]
-
-
-def _configured(config: RunConfig, assignments: Sequence[str]) -> RunConfig:
-    """``config`` with assignments. The tokenizer of a prepared corpus decides ``model.vocab_size``, as in ``--set``."""
-    given = [] if any(each.partition("=")[0].strip() == "data.corpus" for each in assignments) else [config.data.corpus]
-    return override(config, [*(f"data.corpus={json.dumps(corpus)}" for corpus in given), *assignments])
