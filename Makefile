@@ -48,10 +48,9 @@ faults: $(READY)  ## kill, starve, damage and attack everything; writes benchmar
 	$(BIN)/python -m pytest -m faults -o timeout=1800 $(ARGS)
 
 OTHER_TRITON = $(CURDIR)/build/triton-$(TRITON)
-compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one, and their record; TRITON=3.6.0: by another version than the pinned one
+compile-check: $(READY)  ## all forms of the GPU kernels, compiled without one; TRITON=3.6.0: by another version than the pinned one
 	$(if $(TRITON),$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(OTHER_TRITON) triton==$(TRITON))
 	$(if $(TRITON),PYTHONPATH=$(OTHER_TRITON)) $(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" $(wildcard tests/ops/triton/test_compiled_*.py) tests/ops/hopper/test_kernels.py $(ARGS)
-	$(if $(TRITON),,nice -n 10 $(BIN)/python benchmarks/compiled.py --check)
 
 # The software of a GPU's machine, which needs no GPU to be installed; PyTorch's CUDA build takes 7 GB.
 GPU_PYTHON ?= python3.12

@@ -70,7 +70,11 @@ COMBINED: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 CASES |= COMBINED
 FORMS = ("mask", "bias", "half bias", "query bias", "odd mask", "odd bias")
-FP32_SPILLS = {((80, 160), 90): 8}  # ptxas stops at 128 registers; with 4 warps or another limit it spills as much
+FP32_SPILLS = {  # bytes a thread; of (80, 160) as much with 4 warps or another limit of registers
+    ((80, 160), 90): 8, ((64, 64), 100): 8,
+    ((128, 128), 86): 16, ((128, 128), 89): 16, ((128, 128), 100): 16, ((128, 128), 120): 32,
+    ((128, 256), 86): 16, ((128, 256), 89): 16, ((128, 256), 100): 40, ((128, 256), 120): 24,
+}  # fmt: skip
 MOST = 1.1  # products executed over those needed
 MAIN = [(64, 64), (64, 128), (96, 192), (128, 128), (128, 256)]
 PAPER = [(64, 128), (96, 192), (128, 256)]
@@ -101,6 +105,7 @@ EVERYWHERE += [("fp32", widths, case) for widths in [(64, 128), (128, 256)] for 
 SELDOM = [(call, capability) for call in EVERYWHERE for capability in (80, 90)]
 SELDOM += [(("bf16", widths, case), capability) for widths in MAIN for case in CASES for capability in (86, 100)]
 SELDOM += [(("bf16", widths, case), c) for widths in MAIN for case in ("causal", *COMBINED) for c in (89, 120)]
+SELDOM += [((dtype, widths, "causal"), c) for dtype in ("fp16", "fp32") for widths in MAIN for c in (86, 89, 100, 120)]
 
 
 def launches(capability, dtype, widths, case) -> list:

@@ -1,7 +1,7 @@
 """Tile sizes, by the kernel, the chip, the widths and what a call needs.
 
 Hopper's at the paper's widths were timed (``HOPPER_TIMED``); none of the others. Causal calls at the main widths spill
-no registers otherwise: benchmarks/results/compiled.json lists them. There are too many kinds of calls to compile all:
+no registers otherwise, but for some in fp32. There are too many kinds of calls to compile all:
 tests/ops/triton/test_compiled_attention.py compiles each feature alone, and the heaviest combinations of features that
 take registers (window, documents, mask, shared heads, shared keys). Some of them spill, but none uses a spilled
 register in a loop of products; none serialises wgmma, and all fit the shared memory of their chips.
