@@ -16,7 +16,6 @@ import json
 import multiprocessing
 import os
 import signal
-import subprocess
 import sys
 import tarfile
 import tempfile
@@ -27,21 +26,14 @@ from pathlib import Path
 from typing import Any
 
 import gpu_cache
-import gpu_goals
 import gpu_records
+from gpu_cache import SWITCH
 
 ROOT = Path(__file__).resolve().parent.parent
-SHARES = {
-    "hopper": 20,
-    "correctness": 36,
-    "attention": 34,
-    "decode": 10,
-    "decode_compiled": 14,
-    "throughput": 16,
+SHARES = {  # of the time
+    "hopper": 20, "correctness": 36, "attention": 34, "decode": 10, "decode_compiled": 14, "throughput": 16,
     "attention_fp32": 3,
-}
-SWITCH = "DIFF_TRANSFORMER_HOPPER"
-CLOCKS = "clocks.sm,clocks.mem,temperature.gpu,power.draw,clocks_event_reasons.active"
+}  # fmt: skip
 UNFINISHED = 3  # exit code of a stage that ended well with something left to do
 ENDS = {0: "done", UNFINISHED: "unfinished"}
 SOFT = 0.85  # of a stage's time, after which it begins nothing new; at the whole of it it is stopped
@@ -65,9 +57,7 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join([*own, *filter(None, [os.environ.get("PYTHONPATH")])])
     os.environ.setdefault(SWITCH, "1")  # also with a Triton that no record is of
     print(preflight(given.cache), flush=True)
-    status = run_stages(stages, given.seconds, given.dry, folder)
-    print("\n".join(gpu_goals.goals_table(folder)))
-    return status
+    return run_stages(stages, given.seconds, given.dry, folder)
 
 
 def preflight(cache: Path | None) -> str:
@@ -76,7 +66,7 @@ def preflight(cache: Path | None) -> str:
     if cache is not None:
         with tarfile.open(cache) as archive:
             archive.extraction_filter = getattr(tarfile, "tar_filter", None)  # Python 3.11.4 and newer
-            archive.extractall("/", members=gpu_cache.members(archive))
+            archive.extractall("/")
         os.environ["TRITON_CACHE_DIR"] = str(gpu_cache.FOLDER)
         made, here = gpu_cache.KEY.read_text(), gpu_cache.key()
         said = f"compiled kernels of {cache.name}: " + (
@@ -86,12 +76,10 @@ def preflight(cache: Path | None) -> str:
 
 
 def clocks() -> str:
-    """Clocks in MHz, temperature in °C, power in W and the reasons that limit the clocks, as nvidia-smi says now."""
-    command = ["nvidia-smi", f"--query-gpu=name,driver_version,{CLOCKS}", "--format=csv,noheader,nounits"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
+    """What nvidia-smi says now: driver, clocks in MHz, power in W and temperature in °C."""
+    from diff_transformer.bench.record import smi
+
+    return ", ".join(smi().values())
 
 
 def launch_only_what_passed(folder: Path) -> None:

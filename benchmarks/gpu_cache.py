@@ -67,13 +67,6 @@ def key() -> str:
     return f"{triton.__version__}-{hashlib.sha256(triton_key().encode()).hexdigest()[:16]}"
 
 
-def members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """The files of an archive that lie in ``FOLDER``, beside which nothing is unpacked."""
-    for member in archive:
-        if member.isfile() and Path("/", member.name).is_relative_to(FOLDER) and ".." not in member.name:
-            yield member
-
-
 def compile_share(share: int, shares: int, limit: int, only: str = "") -> None:
     """Compile every ``shares``-th kernel, beginning with number ``share``."""
     sys.path[:0] = [str(ROOT / "src"), str(ROOT / "benchmarks"), str(ROOT / "tests" / "helpers")]

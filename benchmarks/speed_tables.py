@@ -13,7 +13,6 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-CUDNN = "softmax[cudnn]"
 SHOWN = 4096  # tokens of the operator on a GPU
 DTYPES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 PROCESSORS = {

@@ -19,7 +19,7 @@ from diff_transformer.checks import require_positive
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
 
-QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.limit", "temperature.gpu")
+QUERY = ("driver_version", "clocks.sm", "clocks.mem", "clocks.max.sm", "power.draw", "power.limit", "temperature.gpu")
 Work = Sequence[tuple[str, Callable[[], Iterable[dict]]]]  # pieces of a benchmark: a name, and a generator of rows
 
 
@@ -97,7 +97,7 @@ def machine(device: str) -> dict:
 
 
 def smi() -> dict[str, str]:
-    """Driver, clocks in MHz, power limit in W and temperature in °C, as nvidia-smi reports them now; {} without it."""
+    """Driver, clocks in MHz, power in W and temperature in °C, as nvidia-smi reports them now; {} without it."""
     command = ["nvidia-smi", f"--query-gpu={','.join(QUERY)}", "--format=csv,noheader,nounits"]
     try:
         output = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout
