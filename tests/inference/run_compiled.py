@@ -9,9 +9,10 @@ import json
 import sys
 
 import torch
+from transformers import CompileConfig
 
 from diff_transformer import DiffTransformerForCausalLM
-from diff_transformer.inference.generation import compiled_options, left_padded
+from diff_transformer.inference.generation import left_padded
 from diff_transformer.model.presets import preset
 
 
@@ -25,8 +26,9 @@ def run(backend: str, attention: str, **fields) -> dict:
     )  # fmt: skip
     model = DiffTransformerForCausalLM(config).eval()
     options = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    compiled = {**options, **compiled_options("cpu")}
-    compiled["compile_config"].backend = backend
+    compile_config = CompileConfig(fullgraph=True, mode="default", backend=backend)
+    compile_config._compile_all_devices = True
+    compiled = {**options, "cache_implementation": "static", "compile_config": compile_config}
     generator = torch.Generator().manual_seed(1)
     rows = [torch.randint(1, 512, (length,), generator=generator).tolist() for length in (9, 4, 6, 8)]
     ragged = [left_padded(pair, 0, "cpu") for pair in (rows[:2], rows[2:])]

@@ -144,12 +144,11 @@ def test_the_space_before_the_first_word_stays():
     assert "".join(pieces) == text
 
 
-def test_generate_takes_batches_and_assistants():
+def test_generate_takes_batches_and_seeds():
     model, tokenizer = make(), byte_tokenizer()
     run = partial(generate, model, tokenizer)
     alone = [run([prompt], GenerationSettings(8))[0] for prompt in PROMPTS]
     assert run(PROMPTS, GenerationSettings(8)) == alone
-    assert run(PROMPTS[1:2], GenerationSettings(8), assistant=make("softmax", num_hidden_layers=1)) == alone[1:2]
     drawn = run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1))
     state = torch.get_rng_state()
     assert run(PROMPTS[:1], GenerationSettings(30, temperature=2.0, top_p=0.9, seed=1)) == drawn
@@ -186,14 +185,6 @@ def test_requests_that_cannot_be_met_are_refused():
         generate(model, tokenizer, ["x" * 100], GenerationSettings(35))
     with pytest.raises(ValueError, match="2 prompts cannot stream"):
         generate(model, tokenizer, ["a", "b"], on_text=print)
-    with pytest.raises(ValueError, match="one prompt at a time, not 2"):
-        generate(model, tokenizer, ["a", "b"], assistant=model)
-    with pytest.raises(ValueError, match="attention='dint' has no cache, which speculative decoding needs"):
-        generate(model, tokenizer, ["a"], assistant=make("dint"))
-    with pytest.raises(ValueError, match="the assistant has 300 tokens and the model 258"):
-        generate(model, tokenizer, ["a"], assistant=DiffTransformerForCausalLM(preset("debug", vocab_size=300)))
-    with pytest.raises(ValueError, match="an assistant and compiled exclude"):
-        generate(model, tokenizer, ["a"], GenerationSettings(compiled=True), assistant=model)
 
 
 def test_of_the_models_own_defaults_only_the_special_tokens_count():

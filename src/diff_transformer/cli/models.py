@@ -59,8 +59,6 @@ def generate(
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16, float16; the checkpoint's by default, on a CPU float32.")
     ] = None,
-    assistant: Annotated[str | None, typer.Option(help="Smaller model that drafts tokens for this one.")] = None,
-    compiled: Annotated[bool, typer.Option("--compile", help="Compile the step (with a static cache).")] = False,
 ):
     """Continue a prompt and stream the text."""
     from diff_transformer.inference.generation import GenerationSettings
@@ -69,15 +67,11 @@ def generate(
     from diff_transformer.model.presets import PRESETS
 
     computing()
-    settings = GenerationSettings(max_new_tokens, temperature, top_p, seed, compiled)
+    settings = GenerationSettings(max_new_tokens, temperature, top_p, seed)
     prompt = sys.stdin.read().removesuffix("\n") if prompt == "-" else prompt
-    for name in (model, assistant):
-        if name in PRESETS and not Path(name).exists():
-            print(f"{name} is a preset: an untrained model over bytes, whose text means nothing", file=sys.stderr)
+    if model in PRESETS and not Path(model).exists():
+        print(f"{model} is a preset: an untrained model over bytes, whose text means nothing", file=sys.stderr)
     loaded, tokenizer = load_model(model, device=device, dtype=dtype)
-    helper = None if assistant is None else load_model(assistant, device=device, dtype=dtype)[0]
-    if compiled:
-        print("compiling the step of one token: up to a minute or two, once in a process", file=sys.stderr)
     started = False
 
     def send(piece: str):
@@ -85,7 +79,7 @@ def generate(
         print(piece if started else prompt + piece, end="", flush=True)  # an invalid prompt must raise without output
         started = True
 
-    continue_prompts(loaded, tokenizer, [prompt], settings, assistant=helper, on_text=send)
+    continue_prompts(loaded, tokenizer, [prompt], settings, on_text=send)
     print("" if started else prompt)
 
 

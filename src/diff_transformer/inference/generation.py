@@ -1,4 +1,4 @@
-"""Generate text with any causal LM: streaming, in batches of prompts, compiled, or with an assistant model."""
+"""Generate text with any causal LM: streaming, or in batches of prompts."""
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -25,8 +25,6 @@ class GenerationSettings:
         temperature: 0, or less than 1e-5, takes the likeliest token (greedy); above, tokens are sampled.
         top_p: sample from the likeliest tokens that together have this probability.
         seed: seed of the sampling; None for a new one each time.
-        compiled: compile the step of one token over a static cache, without graph breaks. A second text of up to the
-            same length does not recompile.
 
     Raises:
         UserError: for values of another type or outside their range, or settings that exclude one another.
@@ -36,7 +34,6 @@ class GenerationSettings:
     temperature: NonNegativeFloat = 0.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     seed: Seed | None = None
-    compiled: bool = False
 
     def __post_init__(self):
         for field in fields(self):
@@ -51,7 +48,6 @@ def generate(
     prompts: Sequence[str],
     settings: GenerationSettings | None = None,
     *,
-    assistant=None,
     on_text: Callable[[str], None] | None = None,
 ) -> list[str]:
     """Continue ``prompts`` in one batch with left padding; return the continuations without the prompts.
@@ -62,34 +58,25 @@ def generate(
         model: a causal LM of transformers, on its device, in eval mode.
         tokenizer: its tokenizer; it needs no padding token.
         settings: the defaults of ``GenerationSettings`` if None.
-        assistant: a smaller model with the same vocabulary for speculative decoding: it guesses tokens that ``model``
-            checks. Greedy decoding gives the same text as without it; sampling, the same distribution.
         on_text: called with each piece of the continuation as soon as it is known; for a single prompt.
 
     Raises:
-        UserError: for an empty prompt, more tokens than the model has positions, an assistant with another
-            vocabulary, or options that exclude one another.
+        UserError: for an empty prompt, or more tokens than the model has positions.
     """
     settings = settings or GenerationSettings()
     if isinstance(prompts, str) or not prompts:
         raise UserError(f"prompts is {prompts!r}; give a list of at least one prompt")
     if on_text is not None and len(prompts) > 1:
         raise UserError(f"{len(prompts)} prompts cannot stream into one text; leave out on_text or give one prompt")
-    if len(prompts) > 1 and assistant is not None:
-        raise UserError(f"speculative decoding takes one prompt at a time, not {len(prompts)}; give one")
-    if assistant is not None:
-        _check_assistant(model, assistant, settings)
     ids = [_encode(tokenizer, prompt) for prompt in prompts]
     _check_length(model, max(map(len, ids)) + settings.max_new_tokens)
     ends, pad = _ends(model), padding_token(model, tokenizer)
     inputs, mask = left_padded(ids, pad, model.device)
     streamer = None if on_text is None else TextPieces(tokenizer, on_text, ids[0])
-    inference = torch.inference_mode(not settings.compiled)
-    with inference, torch.no_grad(), _seeded(settings.seed, model.device), plain_defaults(model):
+    with torch.inference_mode(), _seeded(settings.seed, model.device), plain_defaults(model):
         out = model.generate(
-            input_ids=inputs, attention_mask=mask, pad_token_id=pad, streamer=streamer, assistant_model=assistant,
-            **_options(settings, model.device),
-        )  # fmt: skip
+            input_ids=inputs, attention_mask=mask, pad_token_id=pad, streamer=streamer, **_options(settings)
+        )
     new = out[:, inputs.shape[1] :].tolist()
     return [_continuation(tokenizer, prompt, _ended(row, ends)) for prompt, row in zip(ids, new, strict=True)]
 
@@ -122,13 +109,13 @@ class TextPieces(TextStreamer):
             self.on_text(text)
 
 
-def _options(settings: GenerationSettings, device: torch.device) -> dict[str, Any]:
+def _options(settings: GenerationSettings) -> dict[str, Any]:
     """``settings`` as arguments of transformers' ``generate``."""
     drawn = settings.temperature >= LOWEST_TEMPERATURE
     options: dict[str, Any] = {"max_new_tokens": settings.max_new_tokens, "do_sample": drawn}
     if drawn:
         options |= {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0}
-    return {**options, **compiled_options(device)} if settings.compiled else options
+    return options
 
 
 def _ends(model) -> list[int]:
@@ -140,16 +127,6 @@ def _ends(model) -> list[int]:
 def _ended(row: list[int], ends: Sequence[int]) -> list[int]:
     """``row`` up to its first end; what follows pads the batch."""
     return row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))]
-
-
-def compiled_options(device: torch.device | str) -> dict[str, Any]:
-    """Arguments of ``generate`` that compile its step over a static cache, also on the CPU."""
-    from transformers import CompileConfig
-
-    graphs = torch.device(device).type == "cuda"
-    compile_config = CompileConfig(fullgraph=True, mode="reduce-overhead" if graphs else "default")
-    compile_config._compile_all_devices = True
-    return {"cache_implementation": "static", "compile_config": compile_config}
 
 
 def _encode(tokenizer, prompt: str) -> list[int]:
@@ -169,16 +146,6 @@ def _check_length(model, tokens: int) -> None:
             f"the prompt and its continuation have up to {tokens} tokens, more than the {positions} positions of the "
             "model (config.max_position_embeddings); give a shorter prompt or fewer new tokens"
         )
-
-
-def _check_assistant(model, assistant, settings: GenerationSettings) -> None:
-    if settings.compiled:
-        raise UserError("an assistant and compiled exclude each other; leave one of them out")
-    own, other = (m.config.get_text_config().vocab_size for m in (model, assistant))
-    if own != other:
-        raise UserError(f"the assistant has {other} tokens and the model {own}; give one with the same tokenizer")
-    if "dint" in [getattr(m.config, "attention", None) for m in (model, assistant)]:
-        raise UserError("attention='dint' has no cache, which speculative decoding needs; leave the assistant out")
 
 
 @contextmanager
