@@ -21,7 +21,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")  # in each process it would take m
 
 from diff_transformer.durable import write_whole
 from diff_transformer.evals.provenance import provenance
-from diff_transformer.testing import poison_empty
 
 ROOT = Path(__file__).parents[1]
 KERNEL = ROOT / "src/diff_transformer/ops/cpu"
@@ -61,9 +60,11 @@ def fixed_seed():
 
 @pytest.fixture
 def poisoned_memory():
-    """Uninitialised tensors hold NaN during the test."""
-    with poison_empty():
-        yield
+    """Uninitialised tensors, as of torch.empty, hold NaN (integers: the largest value) during the test."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
+    torch.use_deterministic_algorithms(True, warn_only=True)  # with torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 @pytest.fixture

@@ -1,11 +1,10 @@
-"""Shared by operator tests and benchmarks: inputs, the numerics budget, poisoned memory, peak memory.
+"""Shared by operator tests and benchmarks: inputs, the numerics budget, peak memory.
 
 Shapes: B batch, H signal heads, Hn noise heads, G key/value heads, T queries, S keys, D query width, Dv value width.
 """
 
 import os
-from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from collections.abc import Callable
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -108,20 +107,6 @@ def assert_within_budget(actual: Tensor, exact: Tensor, eager: Tensor | None = N
             allowed, why = 2 * eager_error + rounding, f"2 * eager error {eager_error:.3e} + rounding {rounding:.3e}"
     if not error <= allowed:
         raise AssertionError(f"{what} ({actual.dtype}) is off by {error:.3e}; allowed is {allowed:.3e} = {why}")
-
-
-@contextmanager
-def poison_empty() -> Generator[None]:
-    """Context manager: uninitialised tensors, as from torch.empty, are filled with NaN (integers: the largest value).
-
-    Uses PyTorch's switch torch.utils.deterministic.fill_uninitialized_memory.
-    """
-    before = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
 
 
 def peak_memory(function: Callable[[], object], device: str | torch.device = "cpu") -> int:

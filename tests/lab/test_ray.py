@@ -46,7 +46,7 @@ def test_unknown_engines_and_a_missing_extra_are_refused(command, tmp_path, monk
     out = tmp_path / "out"
     known = "error: no engine 'rai' (did you mean 'ray'?); there are: local, ray"
     assert refused(out, command, "--engine", "rai") == known
-    assert "give --engine ray, or leave them out" in refused(out, command, "--address", "here:1")
+    assert "give --engine ray, or leave it out" in refused(out, command, "--gpus-per-run", 1)
     monkeypatch.setitem(sys.modules, "ray", None)
     missing = "error: --engine ray needs ray; install with: pip install 'diff-transformer[ray]'"
     assert refused(out, command, "--engine", "ray") == missing
@@ -117,10 +117,11 @@ def cluster():
 
 
 @pytest.fixture
-def tasks(cluster, tmp_path):
+def tasks(cluster, tmp_path, monkeypatch):
     from diff_transformer.lab.ray_pool import RayTasks
 
-    return RayTasks(tmp_path, cluster.address)
+    monkeypatch.setenv("RAY_ADDRESS", cluster.address)
+    return RayTasks(tmp_path)
 
 
 @pytest.fixture(scope="module")

@@ -44,7 +44,7 @@ def test_the_strategy_follows_from_the_processes(world, settings, strategy):
         ),
         (5, ["parallel.context_parallel=5"], "context_parallel 5 cuts a row into 10 equal pieces, so give a multiple"),
         (1, ["weights=lora"], "adapters of a trained model; give it as train.initial_model"),
-        (1, ["initial_model=/nowhere"], r"/nowhere, which holds no model \(no config.json\)"),
+        (1, ["initial_model=/nowhere"], "/nowhere has no config.json; give the folder of a saved model"),
     ],
 )
 def test_what_contradicts_itself_is_refused(world, settings, message):

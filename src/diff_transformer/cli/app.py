@@ -20,10 +20,6 @@ Out = Annotated[Path, typer.Option("--out", help="Folder for all output; must be
 Recipe = Annotated[str, typer.Option("--recipe", help="Name of a recipe; `diff-transformer info` lists them.")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="Override a setting, e.g. --set optim.lr=1e-3.")]
 Engine = Annotated[str, typer.Option("--engine", help="Where the models run: local, or ray for a Ray cluster.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="HOST:PORT of the Ray cluster; by default RAY_ADDRESS, or the cluster of this machine."),
-]
 GPUsPerRun = Annotated[
     float | None,
     typer.Option(help="GPUs of each model on the Ray cluster, or a fraction of one; 1 by default if it has GPUs."),
@@ -121,7 +117,7 @@ def training():
     computing()
 
 
-def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | None):
+def executor(engine: str, out: Path, gpus_per_run: float | None):
     """The executor of ``--engine`` for a plan in the folder ``out``: None for processes on this machine.
 
     Raises:
@@ -133,9 +129,9 @@ def executor(engine: str, out: Path, address: str | None, gpus_per_run: float | 
     if engine == "ray":
         from diff_transformer.lab.ray_pool import RayTasks
 
-        return RayTasks(out, address or "auto", gpus_per_run)
-    if address is not None or gpus_per_run is not None:
-        raise UserError("--address and --gpus-per-run are of a Ray cluster; give --engine ray, or leave them out")
+        return RayTasks(out, gpus_per_run)
+    if gpus_per_run is not None:
+        raise UserError("--gpus-per-run is of a Ray cluster; give --engine ray, or leave it out")
     return None
 
 

@@ -8,7 +8,6 @@ from typing import Annotated
 import typer
 
 from diff_transformer.cli.app import (
-    Address,
     DryRun,
     Engine,
     GPUsPerRun,
@@ -66,7 +65,6 @@ def compare(
         ),
     ] = None,
     engine: Engine = "local",
-    address: Address = None,
     gpus_per_run: GPUsPerRun = None,
     minutes: Annotated[
         float | None, typer.Option(help="Stop after this many minutes, with everything saved; --resume continues.")
@@ -101,7 +99,7 @@ def compare(
         name = recipe or ("uptrain" if source else "demo")
         changes = [*([] if corpus is None else [f"data.corpus={json.dumps(corpus)}"]), *(assignments or [])]
         config = configuration(name, changes, quick)
-        cluster = executor(engine, out, address, gpus_per_run)
+        cluster = executor(engine, out, gpus_per_run)
         run(
             config, out, source=source, seeds=seeds, jobs=jobs, resume=resume, variants=more, arms=listed(arms or ""),
             executor=cluster, minutes=minutes, report=report, dry_run=dry_run,
@@ -164,17 +162,11 @@ def prepare(
     ] = None,
     resume: Resume = False,
     dry_run: DryRun = False,
-    verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size into files that training maps into memory. --resume continues, and repairs."""
-    from diff_transformer.cli.prepare import run_prepare, run_verify
+    from diff_transformer.cli.prepare import run_prepare
 
     quiet()
-    if verify is not None:
-        if sources or out is not None:
-            raise UserError(f"--verify only checks {verify}; leave out the sources and --out, or --verify")
-        run_verify(verify)
-        return
     if vocab_size is not None and tokenizer not in (None, "bpe"):
         raise UserError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:
@@ -211,7 +203,6 @@ def study(
         int | None, typer.Option(help="Models trained at once; by default one per core, or one on a GPU.")
     ] = None,
     engine: Engine = "local",
-    address: Address = None,
     gpus_per_run: GPUsPerRun = None,
     dry_run: DryRun = False,
 ):
@@ -221,7 +212,7 @@ def study(
 
     training()
     with resumable(out, lambda: any(out.rglob(CHECKPOINTS)), "with the same command"):
-        stages, cluster = load_stages(name, corpus, assignments or []), executor(engine, out, address, gpus_per_run)
+        stages, cluster = load_stages(name, corpus, assignments or []), executor(engine, out, gpus_per_run)
         done = run_study(stages, out, minutes=minutes, jobs=jobs, executor=cluster, dry_run=dry_run)
     if dry_run:
         return

@@ -9,7 +9,7 @@ import logging
 import os
 import signal
 import subprocess
-import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,25 +27,35 @@ class Lost(RuntimeError):
 
 
 class RayTasks:
-    """An executor for ``run_pool`` on a Ray cluster. A run takes ``train.threads`` CPUs, or one if that is 0.
+    """An executor for ``run_pool`` on a Ray cluster, that at ``RAY_ADDRESS`` or of this machine. A run takes
+    ``train.threads`` CPUs, or one if that is 0.
 
     Args:
         folder: of the plan; need not exist yet.
-        address: ``HOST:PORT`` of the cluster; "auto" for ``RAY_ADDRESS``, else the cluster of this machine.
         gpus: of each run, a fraction to share one; by default 1 if the cluster has GPUs, else 0.
 
     Raises:
-        UserError: if Ray is not installed, there is no cluster at ``address``, ``folder`` is not writable, or for a
-            number of GPUs that Ray cannot give.
+        UserError: if Ray is not installed, there is no cluster, ``folder`` is not writable, or for a number of GPUs
+            that Ray cannot give.
     """
 
-    def __init__(self, folder: Path | str, address: str = "auto", gpus: float | None = None):
+    def __init__(self, folder: Path | str, gpus: float | None = None):
         if gpus is not None and (gpus < 0 or (gpus > 1 and gpus % 1)):
             raise UserError(f"GPUs per run are {gpus}; give 0, a fraction of 1, or a whole number")
-        connect(address)
+        require_extra("ray", "--engine ray", "ray")
         require_writable(Path(folder))
         import ray
 
+        handler = signal.getsignal(signal.SIGTERM)  # which Ray replaces
+        try:
+            ray.init("auto", ignore_reinit_error=True, log_to_driver=False, logging_level=logging.CRITICAL)
+        except (ConnectionError, RuntimeError, ValueError) as error:
+            raise UserError(
+                f"no Ray cluster ({first_line(error)}); start one with `ray start --head`, or set RAY_ADDRESS to "
+                "HOST:PORT of its head"
+            ) from None
+        with suppress(ValueError):  # in another thread than the main one
+            signal.signal(signal.SIGTERM, handler)
         self._gpus = gpus if gpus is not None else float("GPU" in ray.cluster_resources())
 
     def start(self, folder: Path) -> "RayWorker":
@@ -119,30 +129,3 @@ def _execute(folder: Path, working: Path, gpus: float) -> int:
     if code < 0 or code in (INTERRUPTED, TERMINATED):
         raise Lost(f"the worker of {folder} ended with code {code} on {os.uname().nodename}")
     return code
-
-
-def connect(address: str | None = None) -> None:
-    """Connect to a Ray cluster, unless this process is connected. The handler of SIGTERM, which Ray replaces, stays.
-
-    Args:
-        address: ``HOST:PORT`` of its head; "auto" or None for ``RAY_ADDRESS``, else the cluster of this machine.
-
-    Raises:
-        UserError: if Ray is not installed, or there is no cluster at ``address``, which Ray tries for some minutes.
-    """
-    require_extra("ray", "--engine ray", "ray")
-    import ray
-
-    if ray.is_initialized():
-        return
-    handler = signal.getsignal(signal.SIGTERM)
-    try:
-        ray.init(address=address or "auto", log_to_driver=False, logging_level=logging.CRITICAL)
-    except (ConnectionError, RuntimeError, ValueError) as error:
-        raise UserError(
-            f"no Ray cluster at {address or 'auto'} ({first_line(error)}); start one with `ray start --head`, or give "
-            "--address HOST:PORT"
-        ) from None
-    finally:
-        if threading.current_thread() is threading.main_thread():
-            signal.signal(signal.SIGTERM, handler)

@@ -38,11 +38,12 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     import torch
 
     from diff_transformer.model.config import DiffTransformerConfig
+    from diff_transformer.model.loading import folder_of
     from diff_transformer.model.modeling import RotaryEmbedding
 
     config = RunConfig.from_dict(config.to_dict())
     strategy = _strategy(config, world)
-    source = None if config.train.initial_model is None else model_folder(config.train.initial_model)
+    source = None if config.train.initial_model is None else folder_of(config.train.initial_model)
     vocabulary_size(config)
     if config.train.weights == "lora":
         require_extra("inference", "train.weights=lora", "peft")
@@ -155,24 +156,9 @@ def vocabulary_size(config: RunConfig) -> int:
         return config.model["vocab_size"]
     if config.train.initial_model is None:
         raise UserError("the configuration sets no model; give train.initial_model, a folder, or model.vocab_size")
-    return saved_settings(model_folder(config.train.initial_model)).vocab_size
+    from diff_transformer.model.loading import folder_of
 
-
-def model_folder(initial: str) -> Path:
-    """The folder of the model of ``train.initial_model``, which may be the folder of a finished run.
-
-    Raises:
-        UserError: if there is none.
-    """
-    folder = Path(initial).expanduser()
-    if (folder / "model" / "config.json").exists():
-        folder = folder / "model"
-    if not (folder / "config.json").exists():
-        raise UserError(
-            f"train.initial_model is {folder}, which holds no model (no config.json); give the folder of a saved model "
-            "or of a finished run"
-        )
-    return folder
+    return saved_settings(folder_of(config.train.initial_model)).vocab_size
 
 
 def _saved_model(config: RunConfig, folder: Path) -> Any:
@@ -202,7 +188,7 @@ def saved_settings(folder: Path) -> Any:
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.loading import read_settings
 
-    if read_settings(folder).get("model_type") in (None, DiffTransformerConfig.model_type):
+    if read_settings(folder).get("model_type") == DiffTransformerConfig.model_type:
         return DiffTransformerConfig.from_pretrained(folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
