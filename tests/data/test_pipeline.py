@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from diff_transformer.data.prepare import PrepareConfig, begin, prepare, unfinished
-from diff_transformer.data.tokens import Shards
+from diff_transformer.data.tokens import Shards, verify
 
 pytest.importorskip("datatrove", reason="needs pip install 'diff-transformer[prepare]'")
 from datatrove.executor import LocalPipelineExecutor, SlurmPipelineExecutor
@@ -99,6 +99,7 @@ def test_the_example_drops_bad_and_repeated_documents_and_continues_after_a_kill
     running.wait()
     monkeypatch.setattr(sys, "argv", arguments)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert verify(out) == []
     kept = []
     for side in ("train", "validation"):
         tokens = Shards(out, side)

@@ -11,12 +11,12 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
 from diff_transformer import durable
-from diff_transformer.cli.prepare import run_prepare
+from diff_transformer.cli.prepare import run_prepare, run_verify
 from diff_transformer.data import prepare as prepare_module
 from diff_transformer.data.corpus import load_corpus
 from diff_transformer.data.prepare import PrepareConfig, prepare, totals
 from diff_transformer.data.tokenizer import byte_tokenizer, encode, tokenizer_hash
-from diff_transformer.data.tokens import Shards, load_prepared_tokenizer, read_plan
+from diff_transformer.data.tokens import Shards, load_prepared_tokenizer, read_plan, verify
 from diff_transformer.errors import UserError
 
 END = 256
@@ -51,6 +51,7 @@ def test_shards_worked_by_hand(tmp_path):
     assert totals(tmp_path / "out")["train"] == {"tokens": 7, "documents": 2, "text_bytes": 5}
     tokenizer = {"hash": tokenizer_hash(byte_tokenizer()), "size": 258, "end_of_text": END}
     assert read_plan(tmp_path / "out")["tokenizer"] == tokenizer
+    assert verify(tmp_path / "out") == []
     assert Shards(tmp_path / "out", "train")[:].tolist() == [*b"ab\n", END, *"é".encode(), END]
 
 
@@ -141,8 +142,28 @@ def test_a_truncated_or_missing_shard_is_named_and_repaired(tmp_path, rows):
         for read in (lambda: Shards(out, "train"), lambda: load_corpus(out)):
             with pytest.raises(UserError, match=r"train-00001.tokens .*Repair the folder with `diff-tr"):
                 read()
+        assert len(verify(out)) == 1
         run_prepare([], out, {}, resume=True)
         assert content(out) == whole
+
+
+def test_a_changed_byte_is_found_and_repaired(tmp_path, rows):
+    out = tmp_path / "out"
+    prepare(rows, out)
+    whole, path = content(out), out / "shards" / "train-00002.tokens"
+    data = bytearray(path.read_bytes())
+    data[6] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(UserError, match=r"is damaged:\n.*train-00002.tokens has another checksum.*\nRepair it with"):
+        run_verify(out)
+    prepare(rows, out, resume=True)
+    assert content(out) == whole
+    other = byte_tokenizer()
+    other.add_tokens(["more"])
+    other.save_pretrained(out / "tokenizer")
+    for command in (lambda: run_verify(out), lambda: prepare(rows, out, resume=True)):
+        with pytest.raises(UserError, match=r"tokenizer has hash \w+, the shards were .*; restore it from a copy"):
+            command()
 
 
 def test_resuming_with_other_settings_or_files_is_refused(tmp_path, rows):
@@ -205,5 +226,6 @@ def test_a_folder_that_is_not_complete_is_refused(tmp_path, rows):
     (tmp_path / "out" / "shards" / "00001.json").unlink()
     with pytest.raises(UserError, match=r"out is not complete; continue with `diff-transformer prepare --out .*out"):
         Shards(tmp_path / "out", "train")
+    assert verify(tmp_path / "out") == ["task 1 has not finished"]
     with pytest.raises(UserError, match=r"is not a folder of `diff-transformer prepare`: it has no plan\.json or"):
         read_plan(tmp_path)

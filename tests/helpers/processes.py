@@ -17,6 +17,7 @@ STRATEGIES = {
     "fsdp": ["train.parallel.strategy=fsdp"],
     "tp": ["train.parallel.tensor_parallel=2"],
     "context": ["train.parallel.context_parallel=2"],
+    "hsdp": ["train.parallel.replicas=2"],
     "fsdp and tp": ["train.parallel.strategy=fsdp", "train.parallel.tensor_parallel=2"],
 }
 SECONDS = 1000  # for all jobs of a group of processes; a few, but on a machine that is busy with other things

@@ -27,7 +27,9 @@ def test_transformers_serves_a_model_of_this_package(model_folder):
     )
     try:
         assert process.stdout is not None
-        assert process.stdout.readline() == "engine: transformers; stop with Ctrl-C\n"
+        said = process.stdout.readline() + process.stdout.readline()
+        assert f"address: http://127.0.0.1:{port}/v1" in said
+        assert f'"model": "{model_folder}", "prompt"' in said
         client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=60)
         answer, deadline = None, time.monotonic() + 120
         while answer is None:
@@ -64,8 +66,15 @@ def test_vllm_gets_all_further_options(started, model_folder):
     assert command[4:] == [str(model_folder), "--host", "127.0.0.1", "--port", "8000", *options]
 
 
+def test_the_request_to_try_has_the_address_and_the_name(model_folder, started):
+    said = cli("serve", model_folder, "--host", "0.0.0.0", "--port=81", "--served-model-name", "mine").stdout
+    assert "engine: vllm; address: http://0.0.0.0:81/v1; stop with Ctrl-C" in said
+    assert "curl http://0.0.0.0:81/v1/completions" in said
+    assert '"model": "mine"' in said
+
+
 def test_a_file_of_options_keeps_its_address(model_folder, started):
-    assert cli("serve", model_folder, "--config", "a.yaml").stdout == "engine: vllm; stop with Ctrl-C\n"
+    assert "address: that of a.yaml" in cli("serve", model_folder, "--config", "a.yaml").stdout
     assert started[0][5:] == ["--config", "a.yaml"]
 
 

@@ -1,5 +1,6 @@
-"""Checkpoints: exact, written whole or not at all; a damaged one is named."""
+"""Checkpoints: exact, written whole or not at all, and the one before where the newest is damaged."""
 
+import logging
 import os
 import resource
 import shutil
@@ -67,7 +68,8 @@ def test_the_state_is_loaded_exactly(tmp_path, background, tied):
     assert same(state_of(*fresh), expected)
     step(*fresh)
     assert same(state_of(*fresh), state_of(model, optimizer))
-    (file,) = latest_checkpoint(tmp_path).iterdir()
+    (file,) = latest_checkpoint(tmp_path).glob("*.safetensors")
+    assert {path.name for path in latest_checkpoint(tmp_path).iterdir()} == {file.name, "checkpoint.json"}
     assert all(isinstance(value, torch.Tensor) for value in load_file(file).values())
 
 
@@ -84,21 +86,31 @@ def cut(folder):
 DAMAGES = {
     "file gone": lambda folder: next(folder.glob("*.safetensors")).unlink(),
     "file cut": cut,
+    "note gone": lambda folder: (folder / "checkpoint.json").unlink(),
+    "note cut": lambda folder: (folder / "checkpoint.json").write_text('{"torch": 3'),
+    "note other": lambda folder: (folder / "checkpoint.json").write_text("[1]"),
     "header": lambda folder: next(folder.glob("*.safetensors")).open("r+b").write(b"\xff" * 8),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGES)
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used_once_it_is_deleted(tmp_path, kind):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path, caplog, kind):
     states = saved(tmp_path)
     DAMAGES[kind](latest_checkpoint(tmp_path))
     model, optimizer = trainer()
     store = Checkpoints(tmp_path)
-    with pytest.raises(UserError, match=r"step-00000003 cannot be read \(.*\); delete it to continue from"):
-        store.load(model, optimizer)
-    shutil.rmtree(latest_checkpoint(tmp_path))
-    assert store.load(model, optimizer) == 2
+    with caplog.at_level(logging.WARNING):
+        assert store.load(model, optimizer) == 2
     assert same(state_of(model, optimizer), states[1])
+    assert "step-00000003 is damaged (" in caplog.text
+    assert "Traceback" not in caplog.text
+    step(model, optimizer)
+    store.save(3, model, optimizer)
+    assert store.load(*trainer()) == 3
+    for folder in checkpoints(tmp_path):
+        shutil.rmtree(folder) if folder.name == "step-00000001" else DAMAGES[kind](folder)
+    with pytest.raises(UserError, match=r"all checkpoints in .* are damaged; restore one"):
+        store.load(model, optimizer)
 
 
 @pytest.mark.parametrize("background", [False, True])

@@ -79,11 +79,11 @@ def test_what_is_trained_is_what_was_asked_for(name):
 
 
 @pytest.mark.parametrize(
-    ("ways", "settings"),
-    [(1, []), (1, ["model.tie_word_embeddings=false"]), (2, ["model.attention=diff_v2"])],
+    ("ways", "replicas", "settings"),
+    [(1, 1, []), (1, 2, ["model.tie_word_embeddings=false"]), (2, 1, ["model.attention=diff_v2"]), (2, 2, [])],
 )
-def test_each_process_holds_its_part_of_the_model_of_one_process(ways, settings):
-    """Four processes, one after another, in a group that exchanges nothing: ways x (4 / ways)."""
+def test_each_process_holds_its_part_of_the_model_of_one_process(ways, replicas, settings):
+    """Four processes, one after another, in a group that exchanges nothing: ways x (4 / ways), in replicas."""
     config, parts = override(recipe("debug"), [*settings, "model.head_norm_init=1.0"]), []
     whole = build_model(config, TOKENIZER)
     for rank in range(4):
@@ -91,7 +91,7 @@ def test_each_process_holds_its_part_of_the_model_of_one_process(ways, settings)
         try:
             mesh = init_device_mesh("cpu", (4 // ways, ways), mesh_dim_names=("data_parallel", "tensor_parallel"))
             model = unfilled_model(resolve(config), TOKENIZER)
-            shard(Objective(model), mesh, precision="32-true")
+            shard(Objective(model), mesh, precision="32-true", replicas=replicas)
             draw_weights(model, config.train.seed)
             parameters = dict(model.named_parameters())
             for name, value in whole.named_parameters():
@@ -104,7 +104,7 @@ def test_each_process_holds_its_part_of_the_model_of_one_process(ways, settings)
             assert all(torch.equal(own[name], ours[name]) for name in own)
         finally:
             dist.destroy_process_group()
-    assert max(parts) < 1.1 * whole.num_parameters() / 4
+    assert max(parts) < 1.1 * whole.num_parameters() * replicas / 4
 
 
 def part_of(value: torch.Tensor, like: DTensor) -> torch.Tensor:

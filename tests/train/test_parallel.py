@@ -44,7 +44,7 @@ def run_alone(folder: Path, settings: list[str], *, resume: bool = False, stop_a
 
 
 def test_two_processes_train_like_one(base, tmp_path):
-    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, tensor parallel,
+    """DDP in two passes a step, FSDP2 in four with recomputation and a chunked loss, HSDP in four, tensor parallel,
     context parallel; FSDP2 with one process; DDP stopped by SIGTERM to rank 1, resumed alone, as is FSDP2 with
     checkpoints in the background; a run begun alone and resumed under FSDP2, in passes; a stall."""
     run_alone(tmp_path / "one", base)
@@ -55,6 +55,7 @@ def test_two_processes_train_like_one(base, tmp_path):
     jobs = [
         job(tmp_path / "ddp", [*base, *STRATEGIES["ddp"], "train.micro_batch_size=2"]),
         job(tmp_path / "fsdp", [*base, *STRATEGIES["fsdp"], *memory]),
+        job(tmp_path / "hsdp", [*base, *STRATEGIES["hsdp"], "train.micro_batch_size=2"]),
         job(tmp_path / "tp", [*base, *STRATEGIES["tp"]]),
         job(tmp_path / "context", [*base, *STRATEGIES["context"], "train.micro_batch_size=4"]),
         job(tmp_path / "begun by two", [*base, *STRATEGIES["ddp"]], interrupt=[1, 10]),
@@ -64,14 +65,14 @@ def test_two_processes_train_like_one(base, tmp_path):
     ]
     raised, codes, printed = run_together(tmp_path, jobs)
     for of_rank in raised:
-        assert [text and text[:11] for text in of_rank[:7]] == [*[None] * 4, *["Interrupted"] * 2, None], printed
+        assert [text and text[:11] for text in of_rank[:8]] == [*[None] * 5, *["Interrupted"] * 2, None], printed
     for name in ("begun by two", "begun by fsdp"):
         run_alone(tmp_path / name, base, resume=True)
     (of_one,), _, printed_by_one = run_together(
         tmp_path, [job(tmp_path / "alone", [*base, *STRATEGIES["fsdp"]])], processes=1
     )
     assert of_one == [None], printed_by_one
-    for name in ("ddp", "fsdp", "tp", "context", "alone", "begun by two", "begun by fsdp", "begun alone"):
+    for name in ("ddp", "fsdp", "hsdp", "tp", "context", "alone", "begun by two", "begun by fsdp", "begun alone"):
         assert_same_training(tmp_path / name, tmp_path / "one")
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "model")
     assert 75 in codes, printed  # the other may find first that this one has ended
@@ -139,10 +140,10 @@ def test_context_parallel_with_everything_else(base, tmp_path):
 @pytest.mark.slow
 def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
     """Begun -> resumed: by 2 under tensor parallel -> alone under FSDP2; by 2 under FSDP2 -> by 4 in a 2 x 2
-    grid; by 4 in a grid -> by 2 under DDP; alone -> by 2 under tensor parallel."""
+    grid; by 4 in a grid -> by 2 under DDP; by 4 in two replicas -> alone; alone -> by 2 under tensor parallel."""
     run_alone(tmp_path / "one", base)
     run_alone(tmp_path / "1 to tp", base, stop_at=10)
-    both = STRATEGIES["fsdp and tp"]
+    both, passes = STRATEGIES["fsdp and tp"], "train.micro_batch_size=2"
     run_together(
         tmp_path,
         [
@@ -156,12 +157,15 @@ def test_a_run_goes_on_over_any_number_of_processes(base, tmp_path):
         [
             job(tmp_path / "fsdp to grid", [*base, *both, *IN_BACKGROUND], resume=True),
             job(tmp_path / "grid to ddp", [*base, *both, *IN_BACKGROUND], interrupt=[3, 10]),
+            job(tmp_path / "replicas to 1", [*base, *STRATEGIES["hsdp"], *IN_BACKGROUND, passes], interrupt=[2, 10]),
+            job(tmp_path / "replicas and tp", [*base, *STRATEGIES["hsdp"], *STRATEGIES["tp"]]),
         ],
         processes=4,
     )
     run_together(tmp_path, [job(tmp_path / "tp to 1", [*base, *STRATEGIES["fsdp"]], resume=True)], processes=1)
     run_together(tmp_path, [job(tmp_path / "grid to ddp", [*base, *STRATEGIES["ddp"]], resume=True)])
-    for name in ("tp to 1", "fsdp to grid", "1 to tp", "grid to ddp"):
+    run_alone(tmp_path / "replicas to 1", base, resume=True)
+    for name in ("tp to 1", "fsdp to grid", "1 to tp", "grid to ddp", "replicas to 1", "replicas and tp"):
         assert_same_training(tmp_path / name, tmp_path / "one")
 
 
@@ -176,13 +180,14 @@ def test_mixed_precision_and_compilation_over_processes(base, tmp_path):
     compiled, selective = [*base, "train.compile=true"], "train.activation_checkpointing=selective"
     jobs += [
         job(tmp_path / "compiled", [*compiled, *STRATEGIES["fsdp"]]),
+        job(tmp_path / "compiled replicas", [*compiled, *STRATEGIES["hsdp"]]),
         job(tmp_path / "compiled, selective", [*compiled, *STRATEGIES["fsdp"], selective]),
     ]
     raised, _, printed = run_together(tmp_path, jobs)
-    assert raised == [[None] * 5] * 2, printed
+    assert raised == [[None] * 6] * 2, printed
     for kind in kinds:
         assert logged(tmp_path / f"{kind} low", "loss") == pytest.approx(
             logged(tmp_path / "one low", "loss"), rel=2**-8
         )
-    for name in ("compiled", "compiled, selective"):
+    for name in ("compiled", "compiled replicas", "compiled, selective"):
         assert logged(tmp_path / name, "loss") == pytest.approx(logged(tmp_path / "one", "loss"), abs=1e-4)

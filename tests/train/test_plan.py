@@ -24,6 +24,7 @@ def test_shares_are_the_batch():
     ("world", "settings", "strategy"),
     [
         (1, [], "single"), (4, [], "ddp"), (1, ["parallel.strategy=fsdp"], "fsdp"),
+        (8, ["parallel.replicas=2"], "fsdp"),
         (2, ["parallel.tensor_parallel=2"], "fsdp"), (2, ["parallel.context_parallel=2"], "ddp"),
         (1, ["micro_batch_size=3"], "single"),
     ],
@@ -36,12 +37,10 @@ def test_the_strategy_follows_from_the_processes(world, settings, strategy):
     ("world", "settings", "message"),
     [
         (3, [], r"batch_size is 8, which 3 processes with rows of their own do not divide; give a multiple"),
+        (4, ["parallel.replicas=3"], r"replicas is 3, which does not divide 4, the processes"),
         (4, ["parallel.tensor_parallel=3"], "groups of 3, which do not divide the 4 processes; start 6"),
-        (
-            2,
-            ["parallel.strategy=ddp", "parallel.tensor_parallel=2"],
-            "'ddp', .*: tensor_parallel 2 needs strategy 'fsdp'",
-        ),
+        (2, ["parallel.strategy=ddp", "parallel.tensor_parallel=2"], "'ddp', .*: tensor_parallel 2 .* need .* 'fsdp'"),
+        (2, ["parallel.strategy=ddp", "parallel.replicas=2"], "'ddp', .* replicas 2 need strategy 'fsdp'"),
         (5, ["parallel.context_parallel=5"], "context_parallel 5 cuts a row into 10 equal pieces, so give a multiple"),
         (1, ["weights=lora"], "adapters of a trained model; give it as train.initial_model"),
         (1, ["initial_model=/nowhere"], "/nowhere has no config.json; give the folder of a saved model"),

@@ -11,7 +11,7 @@ from rich.console import Console
 from diff_transformer.cli.app import step_bars
 from diff_transformer.data.prepare import PrepareConfig, prepare, totals
 from diff_transformer.data.sources import SPLITS, find_sources
-from diff_transformer.data.tokens import is_prepared, read_plan
+from diff_transformer.data.tokens import is_prepared, read_plan, repair_command, verify
 from diff_transformer.errors import UserError
 from diff_transformer.settings import build
 
@@ -54,6 +54,18 @@ def run_prepare(
     print(f"prepared: {out}; to train on it:")
     corpus = shlex.quote(f"data.corpus={out}")
     print(f"diff-transformer train --set {corpus} --set 'data.mixture={{\"text\": 1}}' --out RUN")
+
+
+def run_verify(folder: Path) -> None:
+    """Check every file of a prepared folder.
+
+    Raises:
+        UserError: if something is wrong, with the list of problems and the command that repairs the folder.
+    """
+    if problems := verify(folder):
+        listed = "\n  ".join(problems)
+        raise UserError(f"{folder} is damaged:\n  {listed}\nRepair it with `{repair_command(folder)}`")
+    print(f"every file of {folder} is as it was written")
 
 
 def describe(folder: Path) -> str:

@@ -162,11 +162,17 @@ def prepare(
     ] = None,
     resume: Resume = False,
     dry_run: DryRun = False,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Only check a prepared folder.")] = None,
 ):
     """Tokenise text of any size into files that training maps into memory. --resume continues, and repairs."""
-    from diff_transformer.cli.prepare import run_prepare
+    from diff_transformer.cli.prepare import run_prepare, run_verify
 
     quiet()
+    if verify is not None:
+        if sources or out is not None:
+            raise UserError(f"--verify only checks {verify}; leave out the sources and --out, or --verify")
+        run_verify(verify)
+        return
     if vocab_size is not None and tokenizer not in (None, "bpe"):
         raise UserError(f"--vocab-size is for bpe, and --tokenizer is {tokenizer!r}; leave out one of them")
     if out is None:

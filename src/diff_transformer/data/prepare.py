@@ -27,6 +27,7 @@ from diff_transformer.data.tokens import (
     PLAN,
     SHARDS,
     TOKENIZER,
+    checksum,
     damage,
     is_prepared,
     load_prepared_tokenizer,
@@ -70,7 +71,7 @@ def prepare(
     """Tokenise the sources of ``config`` into the folder ``out``, and return it.
 
     The process may be killed at any moment: with ``resume``, finished tasks are kept and the others run, also those
-    whose shards are missing or have another size.
+    whose shards are missing or have another size; in a complete folder, also those whose shards have changed.
 
     Args:
         progress: called with the bytes of input that were read, and all of them; 0 if unknown.
@@ -149,7 +150,10 @@ def unfinished(out: Path) -> list[int]:
     for partial in out.rglob(f"*{PARTIAL}"):
         remove(partial)
     records, dtype = read_records(out), read_plan(out)["dtype"]
-    return [task for task, record in enumerate(records) if not record or damage(out, task, record, dtype)]
+    todo = [task for task, record in enumerate(records) if not record or damage(out, task, record, dtype)]
+    if not todo:  # a complete folder: perhaps its content has changed
+        todo = [i for i, record in enumerate(records) if record and damage(out, i, record, dtype, content=True)]
+    return todo
 
 
 def totals(folder: Path | str) -> dict[str, Counter[str]]:
@@ -157,7 +161,7 @@ def totals(folder: Path | str) -> dict[str, Counter[str]]:
     sums: dict[str, Counter[str]] = {name: Counter() for name in (*SPLITS, "left_out")}
     for record in filter(None, read_records(folder)):
         for name, counts in sums.items():
-            counts.update(record[name])
+            counts.update({key: value for key, value in record[name].items() if key != "checksum"})
     return sums
 
 
@@ -215,4 +219,6 @@ def write_task(
             side["tokens"] += len(tokens)
             side["documents"] += 1
             side["text_bytes"] += size
+    for split in SPLITS:
+        record[split]["checksum"] = checksum(shard(out, split, task))
     write_whole(out / SHARDS / f"{task:05d}.json", json.dumps({**record, "left_out": left_out}, indent=1) + "\n")

@@ -10,6 +10,7 @@ A folder is complete when every task has its record.
 
 from __future__ import annotations
 
+import hashlib
 import shlex
 from collections.abc import Iterator
 from functools import lru_cache
@@ -51,7 +52,7 @@ def read_plan(folder: Path | str) -> dict[str, Any]:
 def read_records(folder: Path | str) -> list[dict[str, Any] | None]:
     """The record of each task, None for one that has not finished.
 
-    Its fields: for each side ``tokens``, ``documents`` and ``text_bytes``; and the counts ``left_out``.
+    Its fields: for each side ``tokens``, ``documents``, ``text_bytes`` and ``checksum``; and the counts ``left_out``.
     """
     tasks = read_plan(folder)["settings"]["tasks"]
     paths = [Path(folder) / SHARDS / f"{task:05d}.json" for task in range(tasks)]
@@ -83,16 +84,42 @@ def shard(folder: Path | str, split: str, task: int) -> Path:
     return Path(folder) / SHARDS / f"{split}-{task:05d}.tokens"
 
 
-def damage(folder: Path | str, task: int, record: dict[str, Any], dtype: Any) -> str | None:
-    """The first file of a task that is missing or has another size than its record says, as a message; None if there
-    is none. ``dtype`` is that of the plan."""
+def checksum(path: Path) -> str:
+    """BLAKE2b of a file's content, 32 hexadecimal digits."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+
+
+def damage(folder: Path | str, task: int, record: dict[str, Any], dtype: Any, *, content: bool = False) -> str | None:
+    """The first file of a task that is missing or has another size than its record says, or with ``content`` another
+    checksum, as a message; None if there is none. ``dtype`` is that of the plan."""
     for split in SPLITS:
         path, expected = shard(folder, split, task), np.dtype(dtype).itemsize * record[split]["tokens"]
         size = path.stat().st_size if path.exists() else None
         if size != expected:
             actual = "is missing" if size is None else f"has {size:,} bytes"
             return f"{path} {actual}, {expected:,} bytes expected"
+        if content and checksum(path) != record[split]["checksum"]:
+            return f"{path} has another checksum than when it was written: its content has changed"
     return None
+
+
+def verify(folder: Path | str) -> list[str]:
+    """Check sizes and checksums of all shards and the hash of the tokenizer; return a message for each problem.
+
+    Raises:
+        UserError: for a folder that is not prepared.
+    """
+    problems, dtype = [], read_plan(folder)["dtype"]
+    for task, record in enumerate(read_records(folder)):
+        unfinished = f"task {task} has not finished"
+        problem = unfinished if record is None else damage(folder, task, record, dtype, content=True)
+        problems += [problem] if problem else []
+    try:
+        load_prepared_tokenizer(folder)
+    except UserError as error:
+        problems.append(str(error))
+    return problems
 
 
 class Shards:

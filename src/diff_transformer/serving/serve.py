@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
+from itertools import zip_longest
 
 from transformers import PreTrainedConfig
 
@@ -37,14 +38,38 @@ def serve(model: str, options: Sequence[str] = (), *, engine: str = "auto") -> N
     if find_spec("vllm" if engine == "vllm" else "fastapi") is None:
         extra = "vllm" if engine == "vllm" else "serving"
         raise UserError(f"{engine} cannot serve here; install it: pip install 'diff-transformer[{extra}]'")
-    if not any(option.partition("=")[0] == "--config" for option in options):  # vLLM's file, which these would override
+    if not value_of("--config", options):  # vLLM's file, which options would override
         options = ["--host", "127.0.0.1", "--port", "8000", *options]
-    print(f"engine: {engine}; stop with Ctrl-C", flush=True)
+    announce(path, engine, options)
     if engine == "vllm":  # it takes this process's place, so that signals reach it
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", path, *options]
         os.execv(sys.executable, command)
     else:
         serve_with_transformers(path, options)
+
+
+def value_of(name: str, options: Sequence[str]) -> str:
+    """The last value of an option, ``--name VALUE`` or ``--name=VALUE``; "" without one."""
+    value = ""
+    for word, following in zip_longest(options, options[1:], fillvalue=""):
+        if word.partition("=")[0] == name:
+            value = word.partition("=")[2] or following
+    return value
+
+
+def announce(path: str, engine: str, options: Sequence[str]) -> None:
+    """Print the address and a request to try."""
+    if file := value_of("--config", options):
+        print(f"engine: {engine}; address: that of {file}; stop with Ctrl-C", flush=True)
+        return
+    url = f"http://{value_of('--host', options)}:{value_of('--port', options)}/v1"
+    name = value_of("--served-model-name", options) or path
+    print(f"engine: {engine}; address: {url}; stop with Ctrl-C. When the model is loaded, try:")
+    print(
+        f"""curl {url}/completions -H 'Content-Type: application/json' """
+        f"""-d '{{"model": "{name}", "prompt": "Once upon a time", "max_tokens": 20}}'""",
+        flush=True,
+    )
 
 
 def serve_with_transformers(path: str, options: Sequence[str]) -> None:

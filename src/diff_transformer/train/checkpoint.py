@@ -1,8 +1,8 @@
 """Checkpoints of a training run, written by torch.distributed.checkpoint (DCP) in the safetensors format.
 
-``RUN/checkpoints/step-00000200/`` holds one safetensors file a process. A folder has this name only once all is on the
-disk; until then it ends in ``.tmp``. There is no pickle. A checkpoint may be loaded by another number of processes, or
-under another strategy.
+``RUN/checkpoints/step-00000200/`` holds one safetensors file a process, and ``checkpoint.json`` with the size of every
+file. A folder has this name only once all is on the disk; until then it ends in ``.tmp``. There is no pickle. A
+checkpoint may be loaded by another number of processes, or under another strategy.
 
 The rows and the random draws of a step are functions of the step, so that nothing of them is saved.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint._hf_utils import CUSTOM_METADATA_KEY, SAVED_OFFSETS_KEY
@@ -32,7 +32,10 @@ from torch.futures import Future
 from diff_transformer.errors import UserError
 from diff_transformer.train.ranks import on_first_rank
 
+logger = logging.getLogger("diff_transformer")
+
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a process alone is one case of several here
+NOTE = "checkpoint.json"
 UNFINISHED = ".tmp"
 
 
@@ -94,25 +97,32 @@ class Checkpoints:
             raise self._failed(step, error) from error
 
     def load(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
-        """Load the newest checkpoint in place; return its step, or 0 if there is no checkpoint.
+        """Load the newest usable checkpoint in place; return its step, or 0 if there is no checkpoint.
 
         Raises:
-            UserError: if it is damaged, or of another model.
+            UserError: if all are damaged, or of another model.
         """
-        path = on_first_rank(self.fabric, lambda: latest_checkpoint(self.folder))  # all take the same
-        if path is None:
-            return 0
+        known = reversed(checkpoints(self.folder))
+        candidates = on_first_rank(self.fabric, lambda: [(path, _damage(path)) for path in known])  # all take the same
+        for path, damage in candidates:
+            try:
+                if damage is None:
+                    return self._load(path, model, optimizer)
+            except CheckpointException as error:
+                damage = _cause(error)
+            if self.first:
+                logger.warning("%s is damaged (%s); the checkpoint before it is used", path.name, damage)
+        if candidates:
+            raise UserError(
+                f"all checkpoints in {self.folder / 'checkpoints'} are damaged; restore one of them from a copy, or "
+                "start again in another folder"
+            )
+        return 0
+
+    def _load(self, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
         of_optimizer, reader = get_optimizer_state_dict(model, optimizer), HuggingFaceStorageReader(str(path))
         state = _tensors(model, of_optimizer)
-        logging.disable()  # DCP logs the traceback of what is raised here
-        try:
-            dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
-        except CheckpointException as error:
-            raise UserError(
-                f"{path} cannot be read ({_cause(error)}); delete it to continue from the checkpoint before it"
-            ) from None
-        finally:
-            logging.disable(logging.NOTSET)
+        dcp.load(state, storage_reader=reader, process_group=self._group, no_dist=self._group is None)
         set_optimizer_state_dict(model, optimizer, of_optimizer)
         return int(path.name[5:])
 
@@ -161,13 +171,18 @@ class _Writer(HuggingFaceStorageWriter):
 
     def finish(self, metadata, results) -> None:
         folder = Path(self.path)
-        if len([*folder.iterdir()]) < sum(map(bool, results)):
+        sizes = {path.name: path.stat().st_size for path in folder.iterdir()}
+        if len(sizes) < sum(map(bool, results)):
             raise OSError(f"{folder.parent} is not one folder for all machines; give an --out that all of them see")
+        note = {"torch": torch.__version__, "bytes": sizes}
+        (folder / NOTE).write_text(json.dumps(note))
+        _flush(folder / NOTE)
         _flush(folder)
-        shutil.rmtree(self.final, ignore_errors=True)  # of a run that went back
+        shutil.rmtree(self.final, ignore_errors=True)  # damaged, or of a run that went back
         folder.rename(self.final)
         _flush(self.final.parent)
-        for path in checkpoints(self.owner.folder)[: -self.owner.keep]:
+        there = checkpoints(self.owner.folder)
+        for path in {*there} - {*[path for path in there if _damage(path) is None][-self.owner.keep :]}:
             shutil.rmtree(path.rename(f"{path}{UNFINISHED}"))
 
 
@@ -191,6 +206,23 @@ def _tensors(model: nn.Module, of_optimizer: dict[str, Any]) -> dict[str, Tensor
     for name, values in of_optimizer["state"].items():
         state |= {f"optimizer.{name}.{key}": value for key, value in values.items()}
     return state
+
+
+def _damage(path: Path) -> str | None:
+    """The damage of a checkpoint, by the sizes and headers of its files; None if there is none."""
+    try:
+        sizes = json.loads((path / NOTE).read_text())["bytes"].items()
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return f"{NOTE} is missing or damaged"
+    for name, size in sizes:
+        if not (path / name).exists() or (path / name).stat().st_size != size:
+            return f"{name} is missing or has another size"
+        try:
+            with safe_open(path / name, "pt"):  # where DCP would log a traceback
+                pass
+        except SafetensorError as error:
+            return f"{name}: {error}"
+    return None
 
 
 def _cause(error: CheckpointException) -> BaseException:

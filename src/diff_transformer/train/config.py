@@ -124,6 +124,8 @@ class ParallelConfig:
     strategy: Literal["auto", "ddp", "fsdp"] = "auto"
     tensor_parallel: PositiveInt = 1  # processes that share each layer by heads; the others share the rows of a batch
     context_parallel: PositiveInt = 1  # processes that share each row; multiplies with `tensor_parallel`
+    # with "fsdp": copies of the sharded model (HSDP), such as one for each machine
+    replicas: PositiveInt = 1
     # end the run, naming the slowest process, if none makes progress for this long; 0 for never
     stall_seconds: NonNegativeFloat = 600.0
 
@@ -155,6 +157,7 @@ class TrainConfig:
     compile: bool = False  # compile each layer (torch.compile)
     threads: NonNegativeInt = 0  # CPU threads, which affect rounding; 0 for PyTorch's choice
     loss_chunk: NonNegativeInt = 0  # tokens whose logits are held at a time; 0 for all
+    wandb: bool = False  # send the metrics to Weights & Biases too, with its own environment variables
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def rows_of_a_pass(self, processes: int = 1) -> int:

@@ -133,7 +133,7 @@ def build(plan: Plan, fabric: Fabric, data: TrainingData) -> Run:
 
 def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say: Callable[[str], None]) -> Trained:
     """Load the last checkpoint if ``resume``, take the remaining steps, save the model."""
-    fabric, settings = run.fabric, run.plan.config.train
+    fabric, settings, config = run.fabric, run.plan.config.train, run.plan.config
     checkpoints = Checkpoints(folder, fabric, keep=settings.checkpoint_keep, background=settings.checkpoint_async)
     step = checkpoints.load(run.model, run.optimizer) if resume else 0
     if resume and not step:
@@ -145,7 +145,7 @@ def _train(run: Run, folder: Path, resume: bool, progress: Progress | None, say:
         on_first_rank(fabric, lambda: refuse_other_rows(folder, run.data))
     log = None
     if fabric.is_global_zero:
-        log = MetricsLog(folder, step)
+        log = MetricsLog(folder, step, wandb=settings.wandb, settings=config.to_dict())
     with stop_requests() as stop:
         try:
             _train_steps(run, folder, step, checkpoints, log, progress, stop)

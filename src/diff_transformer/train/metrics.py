@@ -1,9 +1,12 @@
-"""The metrics of a run: lines of JSON, and scalars for TensorBoard."""
+"""The metrics of a run: lines of JSON, and scalars for TensorBoard and Weights & Biases."""
 
+import hashlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
+from diff_transformer.checks import require_extra
 from diff_transformer.durable import write_whole
 
 DIGEST = "rows"  # key of the first line: which rows the run trains on (``TrainingData.digest``)
@@ -16,11 +19,17 @@ class MetricsLog:
     Args:
         folder: of the run.
         resumed_step: step of the checkpoint; lines after it are dropped, and at 0 all lines.
+        wandb: send the scalars to Weights & Biases too.
+        settings: the run's configuration, which that service shows.
+
+    Raises:
+        UserError: if wandb is wanted and not installed.
     """
 
-    def __init__(self, folder: Path, resumed_step: int):
+    def __init__(self, folder: Path, resumed_step: int, *, wandb: bool = False, settings: dict | None = None):
         from lightning_fabric.loggers import TensorBoardLogger
 
+        self._wandb = start_wandb(folder, settings or {}) if wandb else None
         self.path = folder / FILE
         earlier = [line for line in read_metrics(self.path) if line["step"] <= resumed_step] if resumed_step else []
         write_whole(self.path, "".join(json.dumps(line) + "\n" for line in earlier))
@@ -36,6 +45,20 @@ class MetricsLog:
     def close(self) -> None:
         self._file.close()
         self._board.finalize("")
+        if self._wandb is not None:
+            self._wandb.finish()
+
+
+def start_wandb(folder: Path, settings: dict[str, Any]) -> Any:
+    """Start a run of Weights & Biases that copies the TensorBoard scalars; a resumed run continues its own."""
+    require_extra("wandb", "train.wandb=true", "wandb")
+    import wandb
+
+    key = hashlib.sha256(str(folder.resolve()).encode()).hexdigest()[:12]
+    project = os.environ.get("WANDB_PROJECT", "diff-transformer")
+    return wandb.init(
+        project=project, name=folder.name, dir=folder, id=key, resume="allow", config=settings, sync_tensorboard=True
+    )
 
 
 def scalars(values: dict[str, Any]) -> dict[str, float]:

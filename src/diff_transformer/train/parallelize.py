@@ -15,7 +15,7 @@ from lightning_fabric import Fabric
 from lightning_fabric.strategies import DDPStrategy, ModelParallelStrategy
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_module
 from torch.distributed.tensor.parallel import (
@@ -40,7 +40,9 @@ def make_fabric(plan: Plan) -> Fabric:
     if plan.strategy == "ddp":
         strategy = DDPStrategy(gradient_as_bucket_view=True)
     elif plan.strategy == "fsdp":
-        how = partial(shard, precision=settings.precision, compiled=settings.compile)
+        how = partial(
+            shard, precision=settings.precision, compiled=settings.compile, replicas=settings.parallel.replicas
+        )
         ways = settings.parallel.tensor_parallel
         strategy = ModelParallelStrategy(how, data_parallel_size=plan.world // ways, tensor_parallel_size=ways)
     fabric = Fabric(
@@ -60,14 +62,21 @@ def batch_part(fabric: Fabric, context_parallel: int = 1) -> BatchPart:
     return BatchPart(rank // context_parallel, size // context_parallel)
 
 
-def shard(objective: Objective, mesh: DeviceMesh, *, precision: str, compiled: bool = False) -> Objective:
+def shard(
+    objective: Objective, mesh: DeviceMesh, *, precision: str, compiled: bool = False, replicas: int = 1
+) -> Objective:
     """FSDP2 over the mesh's "data_parallel" dimension, tensor parallel over its "tensor_parallel" dimension.
 
+    With several ``replicas`` (HSDP), weights are shared by the processes of a replica, and gradients summed over all.
     A layer is gathered when it is needed, in bf16 if ``precision`` is "bf16-mixed". Embedding, last norm and output
     matrix are gathered together, in their own precision. Lambda's vectors are a separate group, which stays in fp32.
     """
     model: Any = objective.model
     tensor, data = mesh["tensor_parallel"], mesh["data_parallel"]
+    if replicas > 1:
+        sizes = (replicas, data.size() // replicas, tensor.size())
+        mesh = init_device_mesh(mesh.device_type, sizes, mesh_dim_names=("replica", "shard", "tensor_parallel"))
+        tensor, data = mesh["tensor_parallel"], mesh["replica", "shard"]
     if tensor.size() > 1:
         _split(model, tensor)
     if compiled:
@@ -111,6 +120,13 @@ def reshard(module: nn.Module) -> None:
     for part in module.modules():
         if isinstance(part, FSDPModule):
             part.reshard()
+
+
+def sum_over_replicas(module: nn.Module, wanted: bool) -> None:
+    """True if backward passes sum gradients over replicas (HSDP); those before the last of a step need not."""
+    for part in module.modules():
+        if isinstance(part, FSDPModule):
+            part.set_requires_all_reduce(wanted, recurse=False)
 
 
 def compile_layers(model: Any) -> None:

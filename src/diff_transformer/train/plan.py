@@ -81,16 +81,21 @@ def _strategy(config: RunConfig, world: int) -> str:
             f"{group}, which do not divide the {world} processes; start {group * -(-world // group)}, or "
             "give other sizes"
         )
+    if world // ways % parallel.replicas:
+        raise UserError(
+            f"train.parallel.replicas is {parallel.replicas}, which does not divide {world // ways}, the processes "
+            "beside tensor parallel; give a number that does"
+        )
     if train.batch_size % (world // group):
         raise UserError(
             f"train.batch_size is {train.batch_size}, which {world // group} processes with rows of their own do not "
             "divide; give a multiple"
         )
-    sharded = parallel.strategy == "fsdp" or ways > 1
+    sharded = parallel.strategy == "fsdp" or ways > 1 or parallel.replicas > 1
     if sharded and parallel.strategy == "ddp":
         raise UserError(
             f"train.parallel.strategy is 'ddp', under which every process has a copy of the model: tensor_parallel "
-            f"{ways} needs strategy 'fsdp'"
+            f"{ways} and replicas {parallel.replicas} need strategy 'fsdp'"
         )
     if sharded and config.train.weights == "lora":
         raise UserError("train.weights is 'lora', whose adapters are not sharded; leave sharding out")

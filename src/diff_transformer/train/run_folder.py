@@ -19,7 +19,7 @@ LOCK = "run.lock"
 # Settings that a resumed run may change: they affect results by rounding at most. evaluation.seed draws held-out rows.
 _FREE = re.compile(
     r"evaluation\.(?!seed:)|train\.(checkpoint_\w+|parallel\.\w+|micro_batch_size|loss_chunk"
-    r"|activation_checkpointing|compile|threads|log_every|validate_every):"
+    r"|activation_checkpointing|compile|threads|log_every|validate_every|wandb):"
 )
 
 

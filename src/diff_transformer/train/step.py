@@ -16,7 +16,7 @@ from diff_transformer.model.lambdas import LAMBDAS
 from diff_transformer.train.config import OptimConfig, RunConfig
 from diff_transformer.train.context_parallel import WHOLE
 from diff_transformer.train.loss import count_by_source, mostly, predicted, token_weights
-from diff_transformer.train.parallelize import batch_part, reshard
+from diff_transformer.train.parallelize import batch_part, reshard, sum_over_replicas
 from diff_transformer.train.telemetry import full_tensor, gradient_norms
 from diff_transformer.train.training_data import Rows, model_inputs, without_first_tokens
 
@@ -82,6 +82,8 @@ class Stepper:
         passes = list(zip(*(tensor.split(micro_batch) for tensor in (ids, labels, weights, source)), strict=True))
         parts = self.batch_part.size * self.context.size  # of the batch
         for i, (*inputs, row_source) in enumerate(passes):
+            if config.train.parallel.replicas > 1:
+                sum_over_replicas(self.model, i == len(passes) - 1)
             with fabric.no_backward_sync(self.model, enabled=i < len(passes) - 1 and not self.sharded):
                 loss, row_nats = self.model(*self._part(*inputs), dense)
                 fabric.backward(loss * parts)  # DDP and FSDP2 average over processes; this loss is a sum
