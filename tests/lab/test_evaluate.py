@@ -102,6 +102,17 @@ def test_a_file_that_is_no_experiment_is_said(tmp_path):
     (tmp_path / "nothing.py").write_text("Settings = 3\n")
     with pytest.raises(ValueError, match=r"nothing\.py is no experiment; give it a frozen dataclass Settings and run"):
         experiment(str(tmp_path / "nothing.py"))
+    facts = """from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Settings:
+    positions: int = 1
+
+run = print
+"""
+    (tmp_path / "fact.py").write_text(facts)
+    with pytest.raises(ValueError, match=r"fact\.py has the setting positions, a fact of every measurement; give it"):
+        experiment(str(tmp_path / "fact.py"))
     with pytest.raises(ValueError, match=r"no experiment '.*absent\.py'.*, a file of Python, or all"):
         experiment(str(tmp_path / "absent.py"))
 

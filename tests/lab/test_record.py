@@ -12,7 +12,7 @@ from made_rows import comparison, model
 from diff_transformer.errors import UserError
 from diff_transformer.lab.record import load_records
 from diff_transformer.lab.results import read_results
-from diff_transformer.lab.rows import FILE, Rows, encode, read_file, read_rows, row, rows_of, write_rows
+from diff_transformer.lab.rows import FILE, REQUEST, Rows, encode, read_file, read_rows, row, rows_of, write_rows
 
 
 def of_eval(side, path, weights, score=1.0, data_seed=0, **settings):
@@ -121,9 +121,13 @@ def test_another_draw_of_examples_with_other_settings_is_named(tmp_path):
 
 def test_parts_of_an_unfinished_run_are_not_counted_twice(tmp_path):
     write_rows(tmp_path / "diff-seed0" / FILE, model("diff"))
+    (tmp_path / "diff-seed0" / REQUEST).write_text("{}")
     write_rows(tmp_path / "diff-seed0" / "parts" / "needle.jsonl.gz", model("diff"))
     write_rows(tmp_path / "softmax-seed0" / "parts" / "needle.jsonl.gz", model("softmax"))
     assert len(read_rows(tmp_path)["model"]) == 2
+    for side in ("rows", "other"):  # a model called "rows" hides no other
+        write_rows(tmp_path / "needle" / f"{side}.jsonl.gz", of_eval(side, f"x/{side}", side))
+    assert read_rows(tmp_path / "needle").sides == ["other", "rows"]
 
 
 def test_names_that_no_page_can_hold_are_cleaned():
@@ -158,6 +162,15 @@ def test_what_lies_beside_a_comparison_is_read_too(tmp_path):
     assert read_results(tmp_path).sides == ["diff", "gpt2"]
     write_rows(tmp_path / "demo" / "more" / "gpt3.jsonl.gz", of_eval("gpt3", "x/gpt3", "3"))
     assert read_results(tmp_path / "demo", tmp_path / "demo" / "more").sides == ["diff", "gpt3"]
+
+
+def test_a_model_of_a_comparison_measured_again_with_other_settings_is_named(tmp_path):
+    """The runs of a comparison are measured in memory, without a path."""
+    for name, path, samples in (("demo/members/m-seed0", "", 20), ("again", "x/m", 20), ("more", "x/m", 40)):
+        write_rows(tmp_path / name / FILE, of_eval("m", path, "1", samples=samples))
+    (tmp_path / "demo" / "compare.json").write_text("{}")
+    for sources in ([tmp_path], [tmp_path / "demo", tmp_path / "again", tmp_path / "more"]):
+        assert [*read_results(*sources)["needle"]["side"]] == ["m", "m (samples 40)"]
 
 
 def test_comparisons_are_settings_called_by_their_folders(tmp_path):

@@ -47,6 +47,12 @@ def test_each_quantity_is_what_its_name_says(id, rows, value):
     assert QUANTITIES[id].values(Rows(rows), "diff") == ({} if value is None else {0: pytest.approx(value)})
 
 
+def test_few_bits_cost_what_they_do_over_the_most_that_each_model_has():
+    bits = {"a": (16, 4), "b": (8, 4)}
+    rows = [row("quantization", side, example="one", bits=n, loss=1 / n) for side in bits for n in bits[side]]
+    assert [QUANTITIES["four_bits"].values(Rows(rows), side)[0] for side in bits] == [3 / 16, 1 / 8]
+
+
 def test_the_order_of_examples_costs_the_range_of_accuracies():
     scores = {0: [1, 1, 0, 0], 1: [1, 1, 1, 1], 2: [0, 0, 0, 1]}
     rows = [

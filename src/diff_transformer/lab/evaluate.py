@@ -29,7 +29,7 @@ from diff_transformer.evals.lm import load_lm, settings_of_lm
 from diff_transformer.evals.provenance import provenance
 from diff_transformer.evals.samples import Samples
 from diff_transformer.lab.record import Record, records_of
-from diff_transformer.lab.rows import ENDING, REQUEST, Rows, rows_of, write_rows
+from diff_transformer.lab.rows import CIRCUMSTANCES, ENDING, REQUEST, Rows, read_file, rows_of, write_rows
 from diff_transformer.lab.user_code import load_file
 from diff_transformer.model.card import label_of
 from diff_transformer.model.loading import configuration_of
@@ -74,6 +74,8 @@ def experiment(name: str) -> ModuleType:
             f"{name} is no experiment; give it a frozen dataclass Settings and run(lm, settings, samples), which "
             "returns a Result (examples/my_experiment.py)"
         )
+    if taken := {field.name for field in fields(module.Settings)} & {*CIRCUMSTANCES} - {"seed"}:
+        raise UserError(f"{name} has the setting {', '.join(taken)}, a fact of every measurement; give it another name")
     return module
 
 
@@ -152,7 +154,7 @@ def run_eval(
     who = identity or _identity("" if lm is None else lm.name, model.get("path", ""))
     rows = [*rows_of(result.experiment, result.rows, facts, *who)]
     write_rows(out, rows)
-    return records_of(Rows(rows))[0]
+    return records_of(Rows(read_file(out)))[0]
 
 
 def _identity(name: str, path: str) -> tuple[str, int, str]:

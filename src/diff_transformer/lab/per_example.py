@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from diff_transformer.lab.rows import UNIT
+from diff_transformer.lab.rows import MODEL, UNIT
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -35,12 +35,12 @@ def whole_length(frame: "pd.DataFrame") -> "pd.DataFrame":
 
 
 def cost_of_bits(bits: int, column: str) -> "Callable[[pd.DataFrame], pd.DataFrame]":
-    """For each row of text, its loss with logits of so many bits minus that with the most, if these are more."""
+    """For each row of text, its loss with logits of so many bits minus that with the most, if the model has more."""
 
     def of(frame: "pd.DataFrame") -> "pd.DataFrame":
-        wide = frame.pivot_table(index=list(UNIT), columns="bits", values=column, sort=False)
-        known = bits in wide and bits < max(wide)
-        return wide.assign(cost=wide[bits] - wide[max(wide)] if known else np.nan).reset_index()
+        most = frame[frame["bits"] == frame.groupby([*MODEL, "data_seed"])["bits"].transform("max")]
+        both = frame[frame["bits"] == bits].merge(most, on=list(UNIT), suffixes=("", "_most"))
+        return both.assign(cost=both[column] - both[f"{column}_most"])[both["bits"] < both["bits_most"]]
 
     return of
 

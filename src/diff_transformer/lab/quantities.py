@@ -282,7 +282,8 @@ _REGISTERED = [
              of=steps_to_goal),
     *(Quantity(f"recall_{n}x", f"recall at {n} times the length", "accuracy", "higher", "recall", ("share",),
                of=times_the_length(n)) for n in (2, 4)),
-    Quantity("recall_first_question", "accuracy on the first question", "", "higher", "recall_first", ("right",)),
+    Quantity("recall_first_question", "accuracy on the first question", "accuracy", "higher", "recall_first",
+             ("right",)),
     Quantity("recall_answer", "attention on the value asked for", "", "higher", "recall_first", ("answer",)),
     Quantity("recall_noise", "attention on the noise of recall", "", "lower", "recall_first", ("noise",)),
     *(Quantity(f"gradient_{key}", f"{words} gradient norm", "", "", "gradients", (key,))

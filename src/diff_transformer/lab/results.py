@@ -20,7 +20,7 @@ def read_results(*sources: Path | str) -> Rows:
         comparisons |= dict.fromkeys(below)
     read = {out / part for out in comparisons for part in ("members", RECALL, ABOUT, SPEED)}
     others = [path for path in others if not read & {path, *path.parents}]
-    rows = read_rows(*others) if others or not comparisons else Rows()
+    rows = Rows()
     names, parts = [folder.name for folder in comparisons], 1
     while len({*names}) < len(names):
         parts += 1
@@ -33,7 +33,7 @@ def read_results(*sources: Path | str) -> Rows:
                 for table, frame in found.frames.items()
             }
         rows = rows.joined(found)
-    return rows
+    return read_rows(*others, after=rows) if others else rows
 
 
 def read_comparison(out: Path) -> Rows:

@@ -252,8 +252,8 @@ def read_file(path: Path) -> list[dict]:
     return rows
 
 
-def read_rows(*sources: Path | str) -> Rows:
-    """The rows of files, and of all files in folders of ``compare``, ``study`` and ``eval``.
+def read_rows(*sources: Path | str, after: Rows | None = None) -> Rows:
+    """The rows of files, and of all files in folders of ``compare``, ``study`` and ``eval``; those of ``after`` first.
 
     Models are told apart by their path and the fingerprint of their weights, never by name alone: two that share a name
     get longer ones. The same measurement of a model in two files counts once; one with other settings gets their
@@ -262,7 +262,8 @@ def read_rows(*sources: Path | str) -> Rows:
     Raises:
         UserError: if a source does not exist, or holds no rows.
     """
-    parts: list[list[dict]] = []  # the rows of each model in each file
+    frames = after.frames.values() if after else ()
+    parts = _grouped([row for frame in frames for row in frame.to_dict("records")], MODEL)  # of each model in each file
     for source in map(Path, sources):
         paths = files_of(source) if source.is_dir() else [source]
         if not paths:
@@ -273,7 +274,7 @@ def read_rows(*sources: Path | str) -> Rows:
 
 def files_of(folder: Path) -> list[Path]:
     """The files of rows below ``folder``, sorted; without those of unfinished parts of runs."""
-    finished = {path.parent for path in folder.rglob(FILE)}
+    finished = {path.parent for path in folder.rglob(FILE) if (path.parent / REQUEST).exists()}
     every = sorted(folder.rglob(f"*{ENDING}"))
     return [path for path in every if path.name == FILE or not finished & {*path.parents}]
 
@@ -281,6 +282,8 @@ def files_of(folder: Path) -> list[Path]:
 def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
     """The rows of each part, with names of sides that tell models and settings apart, each measurement once."""
     identities = [_identity(rows) for rows in parts]
+    paths = {(*of[:3], of[4]): of[3] for of in identities if of[3] and of[4]}  # one measured in memory has no path
+    identities = [(*of[:3], of[3] or paths.get((*of[:3], of[4]), ""), of[4]) for of in identities]
     models: dict[tuple, dict[tuple, None]] = defaultdict(dict)  # setting, side, seed -> the models of that name
     for identity in identities:
         models[identity[:3]].setdefault(identity[3:])
@@ -297,7 +300,7 @@ def _told_apart(parts: list[list[dict]]) -> Iterator[list[dict]]:
             first, _ = known[0]
             different = [key for key in {**first, **settings} if first.get(key) != settings.get(key)]
             more = "; ".join(f"{key} {told(settings.get(key))}" for key in different)
-            yield [{**row, "side": f"{side} ({more})" if more else side} for row in of]
+            yield [{**row, "side": f"{side} ({more})" if more and side else side} for row in of]
 
 
 def _identity(rows: list[dict]) -> tuple:
@@ -333,7 +336,7 @@ def _grouped(rows: list[dict], columns: tuple[str, ...]) -> list[list[dict]]:
 
 CIRCUMSTANCES = (  # facts that may differ between repeated measurements
     "seed", "counts", "package_version", "commit", "device", "cpu", "threads", "torch", "transformers", "python",
-    "platform", "date", "seconds", "path", "weights", "dtype", "run", "class", "positions",
+    "platform", "date", "seconds", "path", "weights", "run", "class", "positions",
 )  # fmt: skip
 
 

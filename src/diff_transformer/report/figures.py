@@ -159,7 +159,8 @@ def outliers(rows: Rows, sides: Sides) -> list[Panel]:
         "the most bits.")  # fmt: skip
 def quantization(rows: Rows, sides: Sides) -> list[Panel]:
     loss = rows["quantization"].dropna(subset=["loss"])
-    most = loss[loss["bits"] == loss["bits"].max()][["side", "seed", "data_seed", "example", "loss"]]
+    most = loss[loss["bits"] == loss.groupby(["side", "seed", "data_seed"])["bits"].transform("max")]
+    most = most[["side", "seed", "data_seed", "example", "loss"]]
     cost = loss.merge(most, on=["side", "seed", "data_seed", "example"], suffixes=("", "_most"))
     cost = cost.assign(cost=cost["loss"] - cost["loss_most"])
     return [

@@ -189,7 +189,7 @@ def _section(rows: Rows, sides: dict[str, str], prefix: str, brief: bool) -> Sec
                 variants.setdefault(side, {})[id] = of[BASELINE]
     alone = [] if verdicts else [(q, {side: q.average(rows, side) for side in rows.sides}) for q in registered(rows)]
     values = [(q, of) for q, of in alone if any(found.examples for found in of.values())]
-    shown = ("losses",) if brief else None
+    shown = ("losses",) if brief and len(rows["validation"]) else None
     return Section(
         str(next((setting for setting in rows.settings if setting), "")), prefix, rows,
         {side: sides[side] for side in rows.sides}, ours, others, verdicts, plots, variants, values,

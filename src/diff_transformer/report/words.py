@@ -62,7 +62,8 @@ def sentence(verdicts: Verdicts, other: str, name: str) -> str:
     said += "".join(f"; {count} {words}" for words, count in others.items() if count) + "."
     if few:
         return f"{said} Intervals are over examples; another seed may give another result."
-    significant = sum(verdict.outcome is Outcome.HELD and (verdict.holm or 0) <= 0.05 for verdict in judged)
+    adjusted = [verdict.holm for verdict in judged if verdict.outcome is Outcome.HELD]  # None with few seeds
+    significant = sum(p is not None and p <= 0.05 for p in adjusted)
     return f"{said} After Holm's correction {significant} of them hold."
 
 
