@@ -131,16 +131,18 @@ def test_streaming_gives_the_text_piece_by_piece(attention):
 
 
 def test_the_space_before_the_first_word_stays():
-    """Llama 2's decoder drops the first space of what it is given."""
-    words = Tokenizer(models.WordLevel({f"▁w{i}": i for i in range(258)}, unk_token="▁w0"))
+    """Llama 2's decoder drops the first space of what it is given, and a line is streamed by itself."""
+    words = Tokenizer(models.WordLevel({f"▁w{i}" + "\n" * (i % 2): i for i in range(258)}, unk_token="▁w0"))
     words.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     words.pre_tokenizer = pre_tokenizers.Split("▁", "merged_with_next")
     words.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     tokenizer, pieces = PreTrainedTokenizerFast(tokenizer_object=words), []
     model = make()
     model.generation_config.eos_token_id = None
-    (text,) = generate(model, tokenizer, ["w3 w5"], GenerationSettings(6), on_text=pieces.append)
-    assert re.fullmatch(r"( w\d+){6}", text)
+    settings = GenerationSettings(30, temperature=9.0, seed=0)
+    (text,) = generate(model, tokenizer, ["w2 w4"], settings, on_text=pieces.append)
+    assert re.fullmatch(r"( w\d+\n?){30}", text)
+    assert "\n" in text
     assert "".join(pieces) == text
 
 

@@ -196,10 +196,16 @@ def test_a_model_of_the_hub_is_called_by_its_name():
     assert label_of("runs/members/diff-seed0/run/model") == "diff-seed0"
 
 
-def test_without_a_control_it_says_why(make):
+def test_without_a_control_it_says_why(make, tmp_path):
     found = read_source(make(GPT2Config))
     assert found.no_control.startswith("GPT2LMHeadModel cannot get more heads: ")
     assert [*found.models] == ["softmax", "diff", "diff_v2", "source"]
+    shutil.copytree(make(GPT2Config), tmp_path / "biases")
+    sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 1, "attention_bias": True}
+    model = AutoModelForCausalLM.from_config(LlamaConfig(vocab_size=400, **SIZES | sizes))
+    model.save_pretrained(tmp_path / "biases")
+    found = read_source(tmp_path / "biases", ["wider", "diff_v2"])
+    assert found.no_control.startswith("The hidden size (32) is not a multiple of the number of attention heads (7)")
 
 
 def gguf(folder):
@@ -278,4 +284,6 @@ def test_a_recipe_of_other_models_is_refused_and_positions_may_be_raised(make, s
     with pytest.raises(ValueError, match=r"model.hidden_size of the recipe or --set is 1024, and .* has 36"):
         found.configured(recipe("one_gpu"))
     longer = override(settings, ["model.max_position_embeddings=512", "data.length=300"])
+    with pytest.raises(UserError, match=r"model.max_position_embeddings: the arm 'dex' keeps the source's config"):
+        read_source(make(LlamaConfig), ["dex"]).configured(longer)
     assert found.configured(longer).model["max_position_embeddings"] == 512

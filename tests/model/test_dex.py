@@ -50,6 +50,8 @@ def test_logits_stay_and_folding_keeps_those_of_the_trained_model(name):
     model = trained(name)
     after = logits(model)
     assert not torch.allclose(after, before, atol=1e-3)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert_close(logits(compiled), after, rtol=1e-5, atol=2e-6)
     assert fold(model) is model
     assert not [*extensions(model)]
     assert_close(logits(model), after, rtol=1e-5, atol=2e-6)

@@ -43,6 +43,7 @@ def test_the_strategy_follows_from_the_processes(world, settings, strategy):
         (2, ["parallel.strategy=ddp", "parallel.replicas=2"], "'ddp', .* replicas 2 need strategy 'fsdp'"),
         (5, ["parallel.context_parallel=5"], "context_parallel 5 cuts a row into 10 equal pieces, so give a multiple"),
         (1, ["weights=lora"], "adapters of a trained model; give it as train.initial_model"),
+        (1, ["weights=dex"], "train.weights is 'dex', and the model has no DEX to train; `convert --to dex` adds it"),
         (1, ["initial_model=/nowhere"], "/nowhere has no config.json; give the folder of a saved model"),
     ],
 )

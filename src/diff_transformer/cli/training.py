@@ -88,10 +88,12 @@ def compare(
     training()
     for assignment in assignments or []:
         if assignment.partition("=")[0].strip() == "model.attention":
-            more = ", ".join(name for name in VARIANTS if name not in ("diff", "softmax"))
+            more = (
+                "--arms" if source else f"--variants ({', '.join(n for n in VARIANTS if n not in ('diff', 'softmax'))})"
+            )
             raise UserError(
                 f"--set {assignment}: compare trains the pair, diff and softmax, whatever model.attention is; leave it "
-                f"out, give other variants with --variants ({more}), or train one model with `diff-transformer train`"
+                f"out, give other variants with {more}, or train one model with `diff-transformer train`"
             )
     with resumable(out, lambda: any(out.glob(f"members/*/run/{CHECKPOINTS}"))):
         variants = ("" if source else "softmax_norm") if variants is None else variants

@@ -101,8 +101,17 @@ class TextPieces(TextStreamer):
     def __init__(self, tokenizer, on_text: Callable[[str], None], prompt: list[int]):
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
         self.on_text = on_text
-        self.token_cache = prompt[-1:]  # the first word is decoded after it, see ``_continuation``
-        self.print_len = len(tokenizer.decode(self.token_cache, skip_special_tokens=True))
+        self._decode_after(prompt)
+
+    def put(self, value: Tensor) -> None:
+        super().put(value)
+        if not self.token_cache:  # which a new line empties
+            self._decode_after(value.flatten().tolist())
+
+    def _decode_after(self, ids: list[int]) -> None:
+        """Decode the next word after the last of ``ids``, see ``_continuation``."""
+        self.token_cache = ids[-1:]
+        self.print_len = len(self.tokenizer.decode(self.token_cache, skip_special_tokens=True))
 
     def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
         if text:

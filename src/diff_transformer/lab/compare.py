@@ -143,9 +143,10 @@ def compare(
     runs = {out / ("recall" if spec.setting == RECALL else "members") / spec.name: spec for spec in specs}
     unfinished = [spec for folder, spec in runs.items() if not finished(folder)]
     console.print(announced_runs(unfinished, here=executor is None), soft_wrap=True)
+    _check(config, out, runs, resume, drawn=start is None)
     if dry_run:
         return {}
-    _prepare(config, out, runs, resume, drawn=start is None)
+    out.mkdir(parents=True, exist_ok=True)
     with locked(out):
         facts = {"seeds": seeds} | ({} if start is None else {"source": label_of(str(start.folder))})
         write_whole(out / REQUEST, json.dumps({**facts, "config": config.to_dict()}, indent=1) + "\n")
@@ -270,8 +271,8 @@ def comparison_specs(
     return specs + more
 
 
-def _prepare(config: RunConfig, out: Path, runs: Mapping[Path, RunSpec], resume: bool, drawn: bool) -> None:
-    """Create ``out`` for this comparison, or check that it holds this comparison and may be continued."""
+def _check(config: RunConfig, out: Path, runs: Mapping[Path, RunSpec], resume: bool, drawn: bool) -> None:
+    """Raise if ``out`` is not for this comparison, or cannot be continued; for a new one, if its data do not do."""
     if (out / REQUEST).exists():
         if not resume:
             raise UserError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")
@@ -284,7 +285,6 @@ def _prepare(config: RunConfig, out: Path, runs: Mapping[Path, RunSpec], resume:
             resolve(dataclasses.replace(config, model=side_model(config, side)))
     if not out.exists():
         _check_data(config)
-        out.mkdir(parents=True)
 
 
 def _check_data(config: RunConfig) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import snapshot_download
+from huggingface_hub.errors import StrictDataclassError
 
 from diff_transformer.checks import first_line, require_known
 from diff_transformer.durable import replacing
@@ -102,6 +103,11 @@ class Source:
                 f"model.{other[0]} of the recipe or --set is {config.model[other[0]]}, and {self.folder} has "
                 f"{self.models['softmax'].get(other[0])}; leave it out"
             )
+        changed = [name for name, value in config.model.items() if self.models["softmax"].get(name) != value]
+        if changed and DEX in self.models:
+            raise UserError(
+                f"model.{changed[0]}: the arm 'dex' keeps the source's configuration; leave one of them out"
+            )
         positions = fields.get("max_position_embeddings", config.data.length)
         if positions < config.data.length:
             raise UserError(f"data.length is {config.data.length}, and {self.folder} has {positions} positions")
@@ -171,8 +177,11 @@ def read_source(name: str | Path, arms: Sequence[str] = USUAL) -> Source:
         kind = ARMS[arm][0]
         if kind == WIDER:
             try:
-                models[arm] = _with_heads_of(softmax, wider(model).config)
-            except ValueError as error:
+                control = wider(model).config
+                if origin is None:
+                    control.validate()  # as saving in its class does
+                models[arm] = _with_heads_of(softmax, control)
+            except (ValueError, StrictDataclassError) as error:
                 no_control = first_line(error)
         elif kind == DEX:  # it keeps the source's class
             trained_by_dex(differentiate(copy.deepcopy(model), DEX))

@@ -47,7 +47,7 @@ def source_facts(name_or_path: str) -> dict[str, str]:
     if not name_or_path:  # of a model that was not loaded
         return {}
     folder = Path(name_or_path)
-    name = _name_on_hub(folder) or (folder.resolve().name if folder.is_dir() else name_or_path)
+    name = _name_on_hub(folder) or (label_of(str(folder.resolve())) if folder.is_dir() else name_or_path)
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
     head = re.match(r"---\n(.*?)\n---", text, re.DOTALL)

@@ -78,7 +78,7 @@ def extend(model: Any, parts: Sequence[Parts], heads: Sequence[Sequence[int]] | 
         attention: Any = part.module
         attention.add_module(DEX, module)
         attention.dex_out = next(name for name, child in attention.named_children() if child is part.out)
-        attention.dex_hook = part.out.register_forward_pre_hook(partial(_extended, attention))
+        _hook(attention, part.out)
         attention.dex_follows = attention.register_forward_pre_hook(_follow)
 
 
@@ -90,9 +90,15 @@ def _extended(attention: nn.Module, _: nn.Module, args: tuple[Any, ...]) -> tupl
 def _follow(attention: Any, _: tuple[Any, ...]) -> None:
     """Forward pre-hook of attention: the extension acts before what W_O is now, which PEFT wraps and merges."""
     out = getattr(attention, attention.dex_out)
-    if attention.dex_hook.id not in out._forward_pre_hooks:
+    if attention.dex_id not in out._forward_pre_hooks:
         attention.dex_hook.remove()
-        attention.dex_hook = out.register_forward_pre_hook(partial(_extended, attention))
+        _hook(attention, out)
+
+
+def _hook(attention: Any, out: nn.Module) -> None:
+    """Let the extension act before ``out``; ``dex_id`` is for ``_follow``, as torch.compile reads no handle."""
+    attention.dex_hook = out.register_forward_pre_hook(partial(_extended, attention))
+    attention.dex_id = attention.dex_hook.id
 
 
 def extensions(model: nn.Module) -> Iterator[Dex]:
@@ -148,7 +154,7 @@ def trained_by_dex(model: Any) -> list[nn.Parameter]:
         if not hasattr(attention, "k_proj"):
             raise UserError(
                 f"train.weights=dex trains keys and values without queries, and {type(attention).__name__} has them in "
-                "one matrix; give train.weights=attention"
+                "one matrix; give train.weights=attention, or leave the arm dex out"
             )
         part = read_part(path, attention)
         for trained in (part.k, part.v, part.out, attention.get_submodule(DEX)):

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -17,6 +18,7 @@ from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.presets import PRESETS, preset
 
 DTYPES = ("float32", "bfloat16", "float16")
+UNREADABLE = (OSError, ValueError, StrictDataclassError)  # of a folder that transformers cannot read
 _ADVICE = "docs/conversion.md says how to write safetensors from a pickle or GGUF"
 
 
@@ -43,9 +45,10 @@ def load_model(name_or_path: str, *, device: str | None = None, dtype: str | Non
     path = str(folder_of(name_or_path))
     if name_or_path in PRESETS and not Path(path).exists():
         tokenizer = byte_tokenizer()
-        torch.manual_seed(0)
         config = preset(name_or_path, vocab_size=max(preset(name_or_path).vocab_size, len(tokenizer)))
-        return DiffTransformerForCausalLM(config).to(device, **options).eval(), tokenizer
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            return DiffTransformerForCausalLM(config).to(device, **options).eval(), tokenizer
     return read_model(path, **options).to(device).eval(), read_tokenizer(path)
 
 
@@ -56,7 +59,7 @@ def configuration_of(name: str) -> Any:
         return preset(name)
     try:
         return AutoConfig.from_pretrained(folder_of(path) if path.exists() else name, trust_remote_code=False)
-    except (OSError, ValueError):
+    except UNREADABLE:
         return None
 
 
@@ -74,9 +77,9 @@ def read_model(name_or_path: str | Path, model_class: Any = AutoModelForCausalLM
         model, info = model_class.from_pretrained(str(name_or_path), use_safetensors=True, **options)
     except UserError:
         raise
-    except (OSError, ValueError, SafetensorError) as error:
+    except (*UNREADABLE, SafetensorError) as error:
         reason = "there is no such folder" if "Repo id must" in str(error) else first_line(error)
-        advice = f"; only safetensors are read ({_ADVICE})" if "safetensors" in reason else ""
+        advice = f"; only safetensors are read ({_ADVICE})" if "named" in reason else ""
         meant = did_you_mean(str(name_or_path), PRESETS)
         raise UserError(f"{name_or_path} cannot be loaded: {reason}{advice}{meant}") from None
     if wrong := wrong_weights(info):

@@ -40,6 +40,7 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
     from diff_transformer.model.config import DiffTransformerConfig
     from diff_transformer.model.loading import folder_of
     from diff_transformer.model.modeling import RotaryEmbedding
+    from diff_transformer.model.parts import ENTRY
 
     config = RunConfig.from_dict(config.to_dict())
     strategy = _strategy(config, world)
@@ -53,6 +54,8 @@ def resolve(config: RunConfig, world: int = 1) -> Plan:
         model: Any = DiffTransformerConfig(**config.model)
     else:
         model = _saved_model(config, source)
+    if config.train.weights == "dex" and (getattr(model, ENTRY, None) or {}).get("kind") != "dex":
+        raise UserError("train.weights is 'dex', and the model has no DEX to train; `convert --to dex` adds it")
     positions = getattr(model, "max_position_embeddings", config.data.length)
     if positions < config.data.length:
         raise UserError(
@@ -191,13 +194,13 @@ def saved_settings(folder: Path) -> Any:
     from transformers import AutoConfig
 
     from diff_transformer.model.config import DiffTransformerConfig
-    from diff_transformer.model.loading import read_settings
+    from diff_transformer.model.loading import UNREADABLE, read_settings
 
     if read_settings(folder).get("model_type") == DiffTransformerConfig.model_type:
         return DiffTransformerConfig.from_pretrained(folder)
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    except (ValueError, OSError) as error:
+    except UNREADABLE as error:
         raise UserError(
             f"train.initial_model is {folder}, whose config.json transformers cannot read ({first_line(error)})"
         ) from None

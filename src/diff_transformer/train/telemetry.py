@@ -115,11 +115,13 @@ def describe(plan: Any) -> str:
 
     config, settings = plan.config, plan.config.train
     tokens = settings.steps * settings.batch_size * config.data.length
-    cost = model_cost(nearest(plan.model), length=config.data.length)
+    near = nearest(plan.model)
+    cost, rough = model_cost(near, length=config.data.length), "about " * (near is not plan.model)
     time = about(training_flops(config, cost.training_flops_per_token), devices=plan.world)
     kind = getattr(plan.model, "attention", plan.model.model_type)
+    start = plan.source or f"seed {settings.seed}"
     lines = [
-        f"{config.name}: {kind}, {cost.total_parameters:,} parameters from {plan.source or f'seed {settings.seed}'}",
+        f"{config.name}: {kind}, {rough}{cost.total_parameters:,} parameters from {start}",
         f"{settings.steps:,} steps of {settings.batch_size:,} rows of {config.data.length:,} tokens, "
         f"{tokens:,} in all, of {config.data.corpus}",
         f"{plan.world} process{'es' * (plan.world > 1)} ({plan.strategy}), {settings.precision}; a checkpoint every "

@@ -25,7 +25,7 @@ def saved(tmp_path):
 
 
 def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+    return {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(
@@ -35,6 +35,8 @@ def contents(folder):
 def test_the_logits_stay_and_the_source_too(saved, tmp_path, name, kind):
     source = saved(name)
     (source / "tokenizer.json").write_text("{}")
+    (source / "additional_chat_templates").mkdir()
+    (source / "additional_chat_templates" / "tool_use.jinja").write_text("")
     before = contents(source)
     notes = convert_folder(source, tmp_path / "out", kind)
     assert contents(source) == before
@@ -44,7 +46,8 @@ def test_the_logits_stay_and_the_source_too(saved, tmp_path, name, kind):
     torch.testing.assert_close(model(IDS).logits, expected(IDS).logits, rtol=1e-5, atol=4e-6)
     assert f"{type(model).__name__}, which stays" in notes[0]
     assert f"parameters: {expected.num_parameters():,} -> {model.num_parameters():,} (+" in notes[1]
-    assert notes[2] == "carried over: tokenizer.json, generation_config.json"
+    assert notes[2] == "carried over: tokenizer.json, generation_config.json, additional_chat_templates/tool_use.jinja"
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").exists()
     card = (tmp_path / "out" / "README.md").read_text()
     assert f"# source with differential attention (`{kind}`" in card
 
@@ -56,6 +59,8 @@ def test_options_and_dtype(saved, tmp_path):
     attention = model.model.layers[0].self_attn
     assert attention.differential_lambda.lambda_q1.dtype == torch.float32
     assert attention.differential_lambda().item() == pytest.approx(0.25)
+    whole = AutoModelForCausalLM.from_pretrained(saved("Qwen3")).model.layers[0].self_attn.o_proj.weight
+    assert torch.equal(attention.o_proj.weight, (whole / 0.75).bfloat16())  # rounded once
 
 
 def test_the_command(saved, tmp_path):

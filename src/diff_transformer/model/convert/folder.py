@@ -20,14 +20,15 @@ from diff_transformer.model.convert import diffllama, llama, motif
 from diff_transformer.model.convert.conversion import converted
 from diff_transformer.model.convert.from_softmax import to_differential
 from diff_transformer.model.differentiate import KINDS, check_start, differentiate
-from diff_transformer.model.loading import DTYPES, folder_of, read_model, read_settings
+from diff_transformer.model.loading import DTYPES, UNREADABLE, folder_of, read_model, read_settings
 from diff_transformer.model.modeling import DiffTransformerForCausalLM
 from diff_transformer.model.parts import DEX, read
 
 PACKAGE = "diff-transformer"
 _CARRIED = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "generation_config.json",
+    "spiece.model", "sentencepiece.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja",
+    "generation_config.json",
 )  # fmt: skip
 _LICENCES = ("LICENSE*", "LICENCE*", "NOTICE*")
 
@@ -53,7 +54,8 @@ FOLDER_TARGETS = (*TARGETS, DEX)
 def convert_model(
     model: Any, target: str = PACKAGE, *, lambda_init: float = 0.5, dtype: torch.dtype | None = None
 ) -> Any:
-    """A new model in another layout, with equal logits, that shares no tensor with ``model``; or the model itself.
+    """A new model in another layout, with equal logits, that shares no tensor with ``model``; or the model itself,
+    unchanged, if it is in that layout.
 
     Args:
         model: of this package, or a Llama, Mistral or DiffLlama of transformers.
@@ -177,11 +179,11 @@ def package_config(folder: Path) -> DiffTransformerConfig | None:
     layout, settings = layout_of(folder)
     if layout is None:
         return None
-    config: Any = settings if layout == "motif" else AutoConfig.from_pretrained(folder, trust_remote_code=False)
     module = LAYOUTS[layout].module
     try:
+        config: Any = settings if layout == "motif" else AutoConfig.from_pretrained(folder, trust_remote_code=False)
         return config if module is None else module.to_package(config).config
-    except UserError:  # such as a Llama with biases
+    except UNREADABLE:  # such as a Llama with biases
         return None
 
 
@@ -195,7 +197,7 @@ def model_without_weights(folder: Path) -> Any:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         with torch.device("meta"):
             return AutoModelForCausalLM.from_config(config, trust_remote_code=False)
-    except (OSError, ValueError) as error:
+    except UNREADABLE as error:
         raise UserError(f"{folder}: transformers builds no causal language model of it ({first_line(error)})") from None
 
 
@@ -203,7 +205,9 @@ def carry_over(source: Path, folder: Path) -> list[str]:
     """Copy tokenizer, generation settings and licence files unchanged; return a note with the names."""
     licences = [path.name for pattern in _LICENCES for path in sorted(source.glob(pattern)) if path.is_file()]
     copied = [name for name in (*_CARRIED, *licences) if (source / name).is_file()]
+    copied += [str(path.relative_to(source)) for path in sorted(source.glob("additional_chat_templates/*.jinja"))]
     for name in copied:
+        (folder / name).parent.mkdir(exist_ok=True)
         shutil.copyfile(source / name, folder / name)
     return [f"carried over: {listed(copied)}"] if copied else []
 
@@ -211,10 +215,10 @@ def carry_over(source: Path, folder: Path) -> list[str]:
 def _differentiated(source: Path, kind: str, dtype: torch.dtype | None, lambda_init: float) -> tuple[Any, list[str]]:
     """The model as ``differentiate`` changes it, in the class that it has, and notes."""
     read(model_without_weights(source))  # raises before the weights are read
-    model = read_model(source, dtype=dtype or "auto")
+    model = read_model(source, dtype="auto" if dtype is None else torch.float32)  # W_O is rounded once, at the end
     before = model.num_parameters()
     after = differentiate(model, kind, lambda_init).num_parameters()
-    return model, [
+    return model if dtype is None else model.to(dtype), [
         f"{source}: {type(model).__name__}, which stays; import diff_transformer before loading it",
         f"parameters: {before:,} -> {after:,} (+{after / before - 1:.1%})",
     ]

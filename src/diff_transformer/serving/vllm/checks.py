@@ -54,6 +54,8 @@ def check_parallel(config, ranks: int) -> None:
 def check_differential(config, name: str) -> None:
     """Raise UserError for a model made differential in place that vLLM's Transformers backend does not run."""
     kind = config.differential.get("kind")
+    if kind == "dex":
+        raise UserError(f"{name} has the extension DEX, which vLLM does not know; fold it first: fold(model)")
     if kind not in ("diff_v2", "diff_v3"):
         raise UserError(
             f"{name} was made differential in place as {kind!r}, each of whose maps has its own keys, and vLLM's cache "
