@@ -44,11 +44,13 @@ def verdict(differences: pd.Series, adjusted: float, margin: float, sign: int) -
 
 def contrasts(table: pd.DataFrame, margin: float, sign: int, decimals: int) -> str:
     """Each side minus the Transformer's attention, tested; minus the wider Transformer, exploratory."""
-    lines = ["| model | value | minus the Transformer (95 % CI) | p, Holm | verdict | minus wider |", "|---" * 6 + "|"]
+    names = ("model", "value", "minus the Transformer (95 % CI)", "p, Holm", "verdict", "minus wider")
+    names = names if EXPLORATORY in table else names[:-1]
+    lines = ["|".join(("", *names, "")), "|---" * len(names) + "|"]
     paired = {side: (table[side] - table[AGAINST]).dropna() for side in TESTED}
     adjusted = dict(zip(paired, holm([p_value(of.to_numpy()) for of in paired.values()]), strict=True))
     for side in (side for side in (SOURCE, AGAINST, EXPLORATORY, *TESTED) if side in table):
-        cells = [name_of(side), f"{table[side].mean():.{decimals}f}", "", "", "", ""]
+        cells = [name_of(side), f"{table[side].mean():.{decimals}f}", *[""] * (len(names) - 2)]
         if side in paired:
             low, high = interval(paired[side].to_numpy())
             cells[2] = f"{paired[side].mean():+.{decimals}f} ({low:+.{decimals}f} to {high:+.{decimals}f})"
@@ -56,7 +58,7 @@ def contrasts(table: pd.DataFrame, margin: float, sign: int, decimals: int) -> s
             cells[4] = verdict(paired[side], adjusted[side], margin, sign)
             if EXPLORATORY in table:
                 cells[5] = f"{(table[side] - table[EXPLORATORY]).mean():+.{decimals}f}"
-        lines.append(f"| {' | '.join(cells)} |")
+        lines.append("|".join(("", *cells, "")))
     return "\n".join(lines)
 
 
