@@ -137,6 +137,10 @@ def test_a_single_text_keeps_its_end_for_validation_cut_at_a_line_end(tmp_path, 
     monkeypatch.setenv("HOME", str(tmp_path))
     corpus = load_corpus("~/line.txt")
     assert (len(corpus.train[0].text), len(corpus.validation[0].text)) == (90, 10)
+    write(tmp_path, {"title.txt": "Title\n\n" + "abcdefghij" * 1000})
+    for max_bytes, sizes in ((None, (9006, 1001)), (1000, (1000, 111))):
+        corpus = load_corpus(tmp_path / "title.txt", max_bytes=max_bytes)
+        assert (len(corpus.train[0].text), len(corpus.validation[0].text)) == sizes
 
 
 def test_blank_texts_and_invalid_rows_are_counted(tmp_path):

@@ -203,10 +203,12 @@ def test_an_experiment_with_too_little_held_out_text_is_refused_before_anything_
     ],
 )
 def test_what_cannot_work_is_said_before_the_folder_is_made(assignments, extra, options, message, tmp_path):
-    for dry_run in (True, False):
+    (tmp_path / "empty").mkdir()
+    for out, dry_run in (("out", True), ("out", False), ("empty", False)):
         with pytest.raises(ValueError, match=message):
-            compare(override(recipe("debug"), [*assignments, *extra]), tmp_path / "out", dry_run=dry_run, **options)
+            compare(override(recipe("debug"), [*assignments, *extra]), tmp_path / out, dry_run=dry_run, **options)
         assert not (tmp_path / "out").exists()
+    assert not [*(tmp_path / "empty").iterdir()]
 
 
 def test_a_pass_that_does_not_fit_beside_the_other_models_is_no_loss(tmp_path, monkeypatch, capsys):

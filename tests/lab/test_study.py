@@ -116,8 +116,12 @@ def test_what_cannot_work_is_said_before_anything_is_written(texts, tmp_path):
         run_study(study(texts, "model.num_attention_heads=7"), out)
     with pytest.raises(UserError, match="nowhere"):
         run_study(study(texts, "data.corpus=/nowhere"), out)
-    with pytest.raises(ValueError, match=r"two runs of the plan have the folder a/diff-seed0; put \{rate\} into"):
+    with pytest.raises(
+        ValueError, match=r"two runs of the plan have the folder a/diff-seed0; put \{setting\} or \{rate"
+    ):
         run_study([Stage({"a": tiny(texts)}, PAIR, (0,), (1e-3, 1e-2))], out)
+    with pytest.raises(ValueError, match="two runs of the plan have the folder sweep/"):
+        run_study([*study(texts), sweep(texts, "data.length=64")], out)
     with pytest.raises(ValueError, match=r"a sweep chooses the rate; leave \{rate\} out"):
         Stage({"a": tiny(texts)}, PAIR, (0,), SWEPT, "{setting}-lr{rate:g}")
     with pytest.raises(UserError, match=r"no experiment of `measure` 'sonnets'; there are: needle, allocation, .*more"):

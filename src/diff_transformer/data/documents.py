@@ -51,7 +51,7 @@ def take_bytes(documents: Sequence[Document], max_bytes: int) -> list[Document]:
     for document in documents:
         if document.num_bytes > room:
             head = document.text.encode()[:room].decode(errors="ignore")
-            head = head[: head.rfind("\n") + 1] or head
+            head = head[: head.rfind("\n", len(head) // 2) + 1] or head
             if head.strip() or not taken:
                 taken.append(Document(document.name, head, document.group))
             break

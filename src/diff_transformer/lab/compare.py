@@ -283,7 +283,7 @@ def _check(config: RunConfig, out: Path, runs: Mapping[Path, RunSpec], resume: b
     if drawn and not all(map(finished, runs)):
         for side in PAIR:
             resolve(dataclasses.replace(config, model=side_model(config, side)))
-    if not out.exists():
+    if not (out / REQUEST).exists():
         _check_data(config)
 
 

@@ -75,8 +75,11 @@ def run_study(
         raise UserError(f"{out.absolute()} is not empty and holds no study; choose another folder")
     first, *more = _parts(stages)
     specs, rates = [spec for stage in first for spec in stage.specs({})], {}
+    every: dict[str, RunSpec] = {}
+    for spec in _all_specs(stages):
+        if every.setdefault(spec.key, spec).config.to_dict() != spec.config.to_dict():
+            raise UserError(f"two runs of the plan have the folder {spec.key}; put {{setting}} or {{rate}} into it")
     _check(specs, out)
-    every = {spec.key: spec for spec in _all_specs(stages)}
     _check_measured([*every.values()])
     unfinished = [spec for key, spec in every.items() if not finished(out / key)]
     console.print(announced_runs(unfinished, here=executor is None), soft_wrap=True)
@@ -160,10 +163,6 @@ def _check(specs: list[RunSpec], out: Path) -> None:
     from diff_transformer.data.corpus import load_corpus
     from diff_transformer.train.plan import resolve
 
-    there: dict[str, RunSpec] = {}
-    for spec in specs:
-        if there.setdefault(spec.key, spec).config.to_dict() != spec.config.to_dict():
-            raise UserError(f"two runs of the plan have the folder {spec.key}; put {{rate}} into the stage's folder")
     check_folders({out / spec.key: spec for spec in specs})
     missing = [spec.config for spec in specs if not finished(out / spec.key)]
     models = {json.dumps([config.model, config.train.initial_model], sort_keys=True): config for config in missing}

@@ -197,14 +197,14 @@ def _train_steps(
                 raise _diverged(folder, done, outcome)
             values = {}
             if due(done, settings.log_every):
-                values = _values(run, outcome, rate) | {"tokens_per_second": tokens / (time.perf_counter() - since)}
+                now = time.perf_counter()
+                values = _values(run, outcome, rate) | {"tokens_per_second": tokens / (now - since)}
+                tokens, since = 0, now
             if due(done, settings.validate_every):
                 at(step, "validation")
                 values |= _validation(run)
             if values and log is not None:
                 log.write(done, values)
-            if values:
-                tokens, since = 0, time.perf_counter()
             if progress is not None:
                 progress(done, values)
             stopping = done < last and (outcome.stop or (stop() and run.plan.world == 1))
