@@ -16,13 +16,12 @@ from diff_transformer.lab.rows import Rows, read_rows
 from diff_transformer.lab.sides import name_of
 from diff_transformer.lab.stats import holm
 
-RECORD = Path(__file__).resolve().parent / "measured.jsonl.gz"
 OUTCOMES = {  # quantity: name, margin of "level", sign of an improvement, decimals
     "ruler_niah_multiquery_1024": ("numbers found of four", 0.05, 1, 3),
     "loss": ("loss on held-out books, nats", 0.01, -1, 4),
 }
-TESTED = ("diff_v2", "diff_v3", "dex", "lora")  # each minus AGAINST
-AGAINST, EXPLORATORY, SOURCE = "attention", "wider", "source"
+TESTED, AGAINST = ("diff_v2", "diff_v3", "dex", "lora"), "attention"
+EXPLORATORY, SOURCE = "wider", "source"
 
 
 def by_seed(rows: Rows, name: str) -> pd.DataFrame:
@@ -44,8 +43,8 @@ def verdict(differences: pd.Series, adjusted: float, margin: float, sign: int) -
 
 def contrasts(table: pd.DataFrame, margin: float, sign: int, decimals: int) -> str:
     """Each side minus the Transformer's attention, tested; minus the wider Transformer, exploratory."""
-    names = ("model", "value", "minus the Transformer (95 % CI)", "p, Holm", "verdict", "minus wider")
-    names = names if EXPLORATORY in table else names[:-1]
+    names = ["model", "value", "minus the Transformer (95 % CI)", "p, Holm", "verdict"]
+    names += ["minus wider"] * (EXPLORATORY in table)
     lines = ["|".join(("", *names, "")), "|---" * len(names) + "|"]
     paired = {side: (table[side] - table[AGAINST]).dropna() for side in TESTED}
     adjusted = dict(zip(paired, holm([p_value(of.to_numpy()) for of in paired.values()]), strict=True))
@@ -63,9 +62,9 @@ def contrasts(table: pd.DataFrame, margin: float, sign: int, decimals: int) -> s
 
 
 if __name__ == "__main__":
-    measured = read_rows(Path(sys.argv[1]) if sys.argv[1:] else RECORD).only(setting="books")
+    measured = read_rows(Path(__file__).with_name("measured.jsonl.gz")).only(setting="books")
     for outcome, (words, *how) in OUTCOMES.items():
         table = by_seed(measured, outcome)
         whole = table.loc[table[[AGAINST, *TESTED]].notna().all(axis=1)]
-        shown = table.loc[sorted({*whole.index, 0})]  # the source has seed 0 alone
-        print(f"**{words}**, {len(whole)} seeds\n\n{contrasts(shown, *how)}\n")
+        table = table.loc[sorted({*whole.index, 0})]  # the source has seed 0 alone
+        print(f"**{words}**, {len(whole)} seeds\n\n{contrasts(table, *how)}\n")
