@@ -3,6 +3,7 @@
 import importlib.util
 import os
 import signal
+import subprocess
 import sys
 import time
 from contextlib import suppress
@@ -16,6 +17,7 @@ from diff_transformer.lab import ray_pool
 from diff_transformer.lab.pool import LOG, run_pool
 from diff_transformer.lab.recipes import recipe
 from diff_transformer.lab.record import load_records
+from diff_transformer.lab.rows import finished
 from diff_transformer.lab.spec import RunSpec, with_seed
 from diff_transformer.train.checkpoint import latest_checkpoint
 from diff_transformer.train.config import override
@@ -65,7 +67,7 @@ class Ended:
     def __init__(self, code=0):
         self.code = code
 
-    def wait(self):
+    def poll(self):
         return self.code
 
 
@@ -126,7 +128,7 @@ def tasks(cluster, tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def specs(texts):
-    settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=120", "train.checkpoint_every=10"]
+    settings = [f"data.corpus={texts}", "data.max_bytes=null", "train.steps=600", "train.checkpoint_every=50"]
     config = override(recipe("debug"), [*settings, "train.threads=1"])
     return [RunSpec("s", "diff", seed, with_seed(config, seed)) for seed in range(4)]
 
@@ -144,7 +146,7 @@ def nothing(folder, status):
 
 def process(folder: Path) -> int:
     """The process that trains in ``folder``."""
-    return int((folder / "run" / "run.lock").read_text().split()[1])
+    return int(subprocess.check_output(["pgrep", "-f", f"lab.worker {folder}"]).split()[0])
 
 
 class Once:
@@ -184,8 +186,9 @@ def test_an_interruption_saves_the_states_and_empties_the_queue(tasks, specs, tm
     stop, runs = Once(interrupt), {tmp_path / spec.key: spec for spec in specs}
     with pytest.raises(Interrupted, match="stopped, state saved"):
         run_pool(runs, jobs=None, show=stop, executor=tasks)
-    assert "state saved" in (stop.hit / LOG).read_text()
+    assert not finished(stop.hit)
     time.sleep(3)
+    assert subprocess.run(["pgrep", "-f", f"lab.worker {tmp_path}"]).returncode == 1  # none is left
     assert sum((folder / LOG).exists() for folder in runs) == 2
 
 

@@ -272,7 +272,7 @@ def comparison_specs(
 
 
 def _check(config: RunConfig, out: Path, runs: Mapping[Path, RunSpec], resume: bool, drawn: bool) -> None:
-    """Raise if ``out`` is not for this comparison, or cannot be continued; for a new one, if its data do not do."""
+    """Raise if ``out`` is not for this comparison or cannot be continued, or if a new one's data cannot be used."""
     if (out / REQUEST).exists():
         if not resume:
             raise UserError(f"{out} holds a comparison already; resume it (--resume) or choose another folder")

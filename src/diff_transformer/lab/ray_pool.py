@@ -9,6 +9,7 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Lost(RuntimeError):
 
 
 class RayTasks:
-    """An executor for ``run_pool`` on a Ray cluster, that at ``RAY_ADDRESS`` or of this machine. A run takes
+    """An executor for ``run_pool`` on the Ray cluster at ``RAY_ADDRESS``, or on that of this machine. A run takes
     ``train.threads`` CPUs, or one if that is 0.
 
     Args:
@@ -122,7 +123,8 @@ def _execute(folder: Path, working: Path, gpus: float) -> int:
         os.chdir(working)
     worker = start_worker(folder)
     try:
-        code = worker.wait()
+        while (code := worker.poll()) is None:
+            time.sleep(0.2)  # Ray does not interrupt a wait
     except KeyboardInterrupt:  # the driver asks the run to stop
         worker.send_signal(signal.SIGTERM)
         return worker.wait()
