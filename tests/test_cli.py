@@ -2,6 +2,7 @@ import dataclasses
 import errno
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +12,8 @@ from tiny_models import save_tiny_model, tiny_model
 import diff_transformer
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.lab.record import load_records
+
+MINE = Path(__file__).parents[1] / "examples" / "my_experiment.py"
 
 
 def in_a_process(*arguments):
@@ -200,8 +203,8 @@ def test_errors_are_messages(arguments, message, tmp_path, monkeypatch):
         ("compare --recipe debug --seeds 2", "6 runs (DIFF, Transformer, Transformer + head norm): 92,160 tokens"),
         ("compare --quick --set train.steps=150 --variants softmax_norm", "Transformer + head norm): 921,600 tokens"),
         (
-            'compare --recipe debug --set evaluation.more={"mine.py":{}}',
-            "then associative_recall, needle, allocation, outliers, mine.py",
+            f'compare --recipe debug --set evaluation.more={{"{MINE}":{{}}}}',
+            f"then associative_recall, needle, allocation, outliers, {MINE}",
         ),
         ("study ablation", "21 runs ("),
         (

@@ -187,7 +187,7 @@ class Reader:
             yield source.split or "train", text
             return
         wanted = round(len(text) * (1 - self.share))
-        cut = text.rfind("\n", wanted * 9 // 10, wanted) + 1 or wanted  # of a long line, not where it begins
+        cut = text.rfind("\n", wanted // 2, wanted) + 1 or wanted  # of a long line, not where it begins
         yield from (("train", text[:cut]), ("validation", text[cut:]))
 
     def _rows(self, source: Source) -> Iterator[tuple[str, str]]:
