@@ -42,7 +42,7 @@ def listed(names: Sequence[str]) -> str:
 
 def first_line(error: BaseException) -> str:
     """The first line of another library's exception, with its type if the text alone does not explain it."""
-    if type(error).__name__ == "StrictDataclassClassValidationError" and error.__cause__:  # of huggingface_hub
+    if type(error).__name__.startswith("StrictDataclass") and error.__cause__:  # of huggingface_hub
         error = error.__cause__
     kind, text = type(error).__name__, str(error).strip()
     if not text:

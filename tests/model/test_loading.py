@@ -20,7 +20,7 @@ from diff_transformer import DiffTransformerForCausalLM
 from diff_transformer.data.tokenizer import byte_tokenizer
 from diff_transformer.errors import UserError
 from diff_transformer.evals.lm import load_lm
-from diff_transformer.model.loading import load_model, model_path, read_model
+from diff_transformer.model.loading import load_model, model_path, read_model, read_settings
 from diff_transformer.model.presets import preset
 from diff_transformer.testing import assert_within_budget
 
@@ -102,6 +102,12 @@ def test_what_is_missing_or_damaged_is_named(tmp_path, monkeypatch):
     (tmp_path / "model" / "tokenizer_config.json").unlink()
     with pytest.raises(UserError, match="has no tokenizer that can be read"):
         load_model(str(tmp_path / "model"))
+    AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).save_pretrained(tmp_path / "llama")
+    edited, settings = tmp_path / "llama" / "config.json", read_settings(tmp_path / "llama")
+    for name, value, reason in (("num_attention_heads", 7, "is not a multiple of"), ("num_hidden_layers", "4", "int")):
+        edited.write_text(json.dumps(settings | {name: value}))
+        with pytest.raises(UserError, match=f"llama cannot be loaded: .*{reason}"):
+            read_model(tmp_path / "llama")
     path = tmp_path / "model" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-100])
     with pytest.raises(UserError, match="cannot be loaded"):

@@ -55,8 +55,9 @@ class RayTasks:
                 f"no Ray cluster ({first_line(error)}); start one with `ray start --head`, or set RAY_ADDRESS to "
                 "HOST:PORT of its head"
             ) from None
-        with suppress(ValueError):  # in another thread than the main one
-            signal.signal(signal.SIGTERM, handler)
+        finally:
+            with suppress(ValueError):  # in another thread than the main one
+                signal.signal(signal.SIGTERM, handler)
         self._gpus = gpus if gpus is not None else float("GPU" in ray.cluster_resources())
 
     def start(self, folder: Path) -> "RayWorker":
